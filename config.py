@@ -1,0 +1,85 @@
+"""The root Config: one section per room, each defined beside the code that reads it."""
+
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+
+from engine.host import EngineConfig
+from engine.rollout import EvalConfig, RolloutConfig
+from engine.tasks import TaskConfig
+from records.log import RecordsConfig
+from sync.fields import doc
+from sync.push import SyncConfig
+from sync.quantize import Fp8Config
+from trainer.algo import AlgoConfig
+from trainer.checkpoint import CheckpointConfig
+from trainer.model import ModelConfig
+from trainer.trainer import SftConfig, TrainerConfig
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the ranks run. Under torchrun only `device` counts."""
+
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], doc("auto: CUDA where this machine has a GPU, else the CPU.")
+    ] = "auto"
+    ranks: Annotated[int, doc("Ranks on this machine; 0: one per GPU, or one on the CPU.", unit="ranks", ge=0)] = 0
+    threads: Annotated[int, doc("CPU threads of a rank's math; 0: its share of the cores.", unit="threads", ge=0)] = 0
+
+    def resolved_device(self) -> str:
+        """ "cuda" or "cpu". Raises ValueError where CUDA is asked for and there is none."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("cluster.device = cuda: no CUDA device is visible to this process")
+        return "cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+    def resolved_ranks(self) -> int:
+        """Raises ValueError for more ranks than GPUs."""
+        if self.resolved_device() == "cpu":
+            return self.ranks or 1
+        gpus = torch.cuda.device_count()
+        if self.ranks > gpus:
+            raise ValueError(f"cluster.ranks = {self.ranks}: this machine has {gpus} GPUs, one rank each")
+        return self.ranks or gpus
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run."""
+
+    name: Annotated[str, doc("Name of the run; results go to runs/NAME.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    steps: Annotated[int, doc("Reinforcement-learning steps.", unit="steps", ge=0)]
+    seed: Annotated[int, doc("Seed of everything that is random.", ge=0)] = 0
+    model: Annotated[ModelConfig, doc("Which model to train.")]
+    task: Annotated[TaskConfig, doc("Where prompts and rewards come from.")]
+    rollout: Annotated[RolloutConfig, doc("What is sampled each step.")] = RolloutConfig()
+    eval: Annotated[EvalConfig, doc("Held-out evaluation.")] = EvalConfig()
+    engine: Annotated[EngineConfig, doc("The SGLang engine of one rank.")] = EngineConfig()
+    trainer: Annotated[TrainerConfig, doc("Optimiser and memory of the trainer.")] = TrainerConfig()
+    sft: Annotated[SftConfig, doc("Supervised warm start on the task's demonstrations.")] = SftConfig()
+    algo: Annotated[AlgoConfig, doc("Advantages, loss, rollout correction, KL.")] = AlgoConfig()
+    fp8: Annotated[Fp8Config, doc("Which weights are FP8, and how.")] = Fp8Config()
+    sync: Annotated[SyncConfig, doc("How weights reach the engine.")] = SyncConfig()
+    checkpoint: Annotated[CheckpointConfig, doc("What is saved, and when.")] = CheckpointConfig()
+    records: Annotated[RecordsConfig, doc("What a run writes beside its metrics.")] = RecordsConfig()
+    cluster: Annotated[ClusterConfig, doc("Where the ranks run.")] = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        groups, updates = self.rollout.prompts_per_step, self.trainer.updates_per_rollout
+        if updates > groups * self.rollout.group_size:
+            raise ValueError(
+                f"trainer.updates_per_rollout = {updates} is more than the {groups * self.rollout.group_size} samples "
+                "of a step (rollout.prompts_per_step x rollout.group_size)"
+            )
+        if self.rollout.max_tokens >= self.engine.context_length:
+            raise ValueError(
+                f"rollout.max_tokens = {self.rollout.max_tokens} leaves no room for a prompt in "
+                f"engine.context_length = {self.engine.context_length}"
+            )
+        if self.cluster.ranks > groups:
+            raise ValueError(f"rollout.prompts_per_step = {groups} is less than cluster.ranks = {self.cluster.ranks}")
+        compared = self.algo.advantage.name in ("grpo", "dr_grpo", "rloo")
+        if compared and self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size = 1: algo.advantage.name = {self.algo.advantage.name} compares the samples of a "
+                "group, so it needs at least 2 (reinforce_pp takes 1)"
+            )

@@ -1,0 +1,259 @@
+"""The child process of a rank that owns `sglang.Engine`: `python -m engine.child FD`.
+
+SGLang kills the process that created the engine when one of its schedulers fails, so that process must not be the
+trainer. It serves one channel: swaps one message at a time, generation beside it so that it can be aborted, and ends
+when the channel closes.
+"""
+
+import asyncio
+import base64
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.protocol import (
+    Abort,
+    Arena,
+    Finished,
+    FromChild,
+    Generate,
+    Generated,
+    Ready,
+    Sampling,
+    Start,
+    Stop,
+    ToChild,
+)
+from sync.batch import FINISH_REASONS
+from sync.buckets import views
+from sync.channel import Channel
+from sync.messages import Begin, Bucket, Commit, Entry, Failed
+from sync.receive import Receiver
+from sync.shm import SharedBytes
+
+VERIFIER = "engine.verifier.verify"
+_ANNOUNCE_S = 0.004  # finished samples are announced together, to spare the rank a message each
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> None:
+    """Serves the channel on descriptor `fd` until it closes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    channel: Channel[Any] = Channel(socket.socket(fileno=fd), ToChild)
+    start, fds = channel.receive()
+    assert isinstance(start, Start), start
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="hotswap-") as reports:
+        import sglang
+
+        engine = sglang.Engine(**start.server_args, custom_weight_loader=[VERIFIER], random_seed=start.seed)
+        child = _Child(engine, channel, SharedBytes.attach(fds[0]), Path(reports))
+        channel.send(Ready(sglang.__version__, time.perf_counter() - began))
+        engine.loop.run_until_complete(child.serve())
+        engine.shutdown()
+
+
+class _Child:
+    def __init__(self, engine: Any, channel: "Channel[Any]", staging: SharedBytes, reports: Path):
+        self.engine, self.channel = engine, channel
+        self.receiver = Receiver(staging, _Updater(engine, reports))
+        self.generation: asyncio.Task[None] | None = None
+        self.finished: list[int] = []
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            message, fds = await loop.run_in_executor(None, self.channel.receive)
+            if message is None or isinstance(message, Stop):
+                return
+            if isinstance(message, Generate):
+                # The task is kept: an unreferenced one may be collected while it runs.
+                self.generation = asyncio.create_task(self._generate(message, SharedBytes.attach(fds[0])))
+            elif isinstance(message, Abort):
+                self.engine.tokenizer_manager.abort_request(abort_all=True)
+            elif isinstance(message, Begin | Bucket | Commit):
+                self.channel.send(await self.receiver.handle(message))
+
+    async def _generate(self, message: Generate, memory: SharedBytes) -> None:
+        if self.receiver.version is None:
+            self.channel.send(Failed("the engine is fenced: no committed weights since the last swap began"))
+            memory.close()
+            return
+        arena = Arena(memory, message.slots)
+        params = _sampling_params(message.sampling)
+        try:
+            await asyncio.gather(*(self._sample(arena, i, params, message.sampling) for i in range(message.slots.samples)))
+            self._announce()
+            self.channel.send(Generated())
+        except Exception as error:  # a refused request: the rank raises it; the engine itself lives on
+            self.engine.tokenizer_manager.abort_request(abort_all=True)
+            self.channel.send(Failed(f"{type(error).__name__}: {error}"))
+        finally:
+            memory.close()
+
+    async def _sample(self, arena: Arena, i: int, params: dict[str, Any], sampling: Sampling) -> None:
+        prompt = arena.prompt(i).tolist()
+        out = await self.engine.async_generate(
+            input_ids=prompt,
+            sampling_params=params,
+            return_logprob=True,
+            top_logprobs_num=sampling.support or None,
+            return_routed_experts=arena.slots.layers > 0,
+        )
+        meta = out["meta_info"]
+        if meta["weight_version"] != str(self.receiver.version):
+            raise RuntimeError(f"SGLang served weight version {meta['weight_version']}, not {self.receiver.version}")
+        n = len(out["output_ids"])
+        arena.tokens[i, :n] = out["output_ids"]
+        arena.logprobs[i, :n] = [entry[0] for entry in meta["output_token_logprobs"]]
+        if sampling.support:
+            _record_support(arena, i, meta["output_top_logprobs"], sampling)
+        if arena.slots.layers:
+            _record_experts(arena, i, len(prompt) + n, meta["routed_experts"])
+        arena.versions[i] = self.receiver.version
+        arena.finish[i] = FINISH_REASONS.index(meta["finish_reason"]["type"])
+        arena.lengths[i] = n  # last: a length says that the rest is there
+        if not self.finished:
+            asyncio.get_running_loop().call_later(_ANNOUNCE_S, self._announce)
+        self.finished.append(i)
+
+    def _announce(self) -> None:
+        if self.finished:
+            self.channel.send(Finished(self.finished))
+            self.finished = []
+
+
+class _Updater:
+    """SGLang's own update session, behind the interface that `sync.receive` drives."""
+
+    def __init__(self, engine: Any, reports: Path):
+        from sglang.srt.managers import io_struct
+
+        self.manager, self.io, self.reports = engine.tokenizer_manager, io_struct, reports
+        self.version = -1  # of the open session; SGLang stamps samples with it
+
+    async def begin(self, version: int) -> None:
+        self.version = version
+        for report in self.reports.iterdir():
+            report.unlink()
+        _check(await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput()))
+
+    async def load(self, staging: torch.Tensor, entries: list[Entry], verify: bool) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        # Serializing moves a CPU tensor's storage into shared memory of torch's own; the copy keeps staging where it is.
+        flat = staging.clone()
+        metadata = [
+            FlattenedTensorMetadata(
+                name=entry.name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=entry.offset,
+                end_idx=entry.offset + tensor.nbytes,
+                numel=tensor.nbytes,
+            )
+            for entry, (_, tensor) in zip(entries, views(flat, entries), strict=True)
+        ]
+        bucket = {"flattened_tensor": flat, "metadata": metadata}
+        await self._update(MultiprocessingSerializer.serialize(bucket), "flattened_bucket")
+        if verify:
+            named = [*views(flat, entries), ("__report__", _text(self.reports))]
+            await self._update(MultiprocessingSerializer.serialize(named), VERIFIER)
+
+    async def end(self) -> None:
+        _check(await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput()))
+
+    async def verified(self) -> int:
+        """Engine parameters proved equal to the buckets. Raises RuntimeError naming those that are not."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        _check(await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput()))
+        payload = MultiprocessingSerializer.serialize([("__report__", _text(self.reports))])
+        await self._update(payload, VERIFIER)
+        _check(await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput()))
+        reports = [json.loads(path.read_text()) for path in self.reports.iterdir()]
+        if not reports:
+            raise RuntimeError("the weight verifier left no report")
+        if wrong := sorted({name for report in reports for name in report["wrong"]}):
+            raise RuntimeError(f"{len(wrong)} engine parameters differ from what was sent: {', '.join(wrong[:4])}")
+        return min(report["verified"] for report in reports)
+
+    async def flush(self) -> None:
+        """Forgets the KV cache of every prompt: it was computed with the old weights."""
+        await self.manager.flush_cache()
+
+    async def _update(self, payload: bytes, load_format: str) -> None:
+        request = self.io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self.manager.server_args.tp_size,
+            load_format=load_format,
+            flush_cache=False,
+            weight_version=str(self.version),
+        )
+        _check(await self.manager.update_weights_from_tensor(request))
+
+
+def _check(result: tuple[bool, str]) -> None:
+    ok, message = result
+    if not ok:
+        raise RuntimeError(f"SGLang refused the update: {message}")
+
+
+def _text(path: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(str(path), "utf8"), dtype=torch.uint8)
+
+
+def _sampling_params(s: Sampling) -> dict[str, Any]:
+    return {
+        "max_new_tokens": s.max_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k or -1,
+        "min_p": s.min_p,
+        "stop_token_ids": list(s.stop_token_ids) or None,
+    }
+
+
+def _record_experts(arena: Arena, i: int, n_tokens: int, encoded: str) -> None:
+    """SGLang's base64 int32 [n-1, L, K] into the sample's rows. The last token has no record: it gets the sentinel."""
+    slots = arena.slots
+    record = np.frombuffer(base64.b64decode(encoded), np.int32)
+    if record.size != (n_tokens - 1) * slots.layers * slots.top_k:
+        raise ValueError(
+            f"sample {i}: routed experts hold {record.size} numbers for {n_tokens} tokens, "
+            f"{slots.layers} layers, top-{slots.top_k}"
+        )
+    rows = arena.expert_rows(i, n_tokens)
+    rows[:-1] = record.reshape(n_tokens - 1, slots.layers, slots.top_k)
+    rows[-1] = -1 if slots.wide else 255
+
+
+def _record_support(arena: Arena, i: int, top: list[list[tuple[float, int, Any]]], s: Sampling) -> None:
+    """Keeps, per token, the candidates that top-k, top-p and min-p left, and renormalises the log-prob over them."""
+    logp = np.array([[entry[0] for entry in row] for row in top], np.float64)  # [n, S], highest first
+    ids = np.array([[entry[1] for entry in row] for row in top], np.int32)
+    p = np.exp(logp)
+    keep = (np.cumsum(p, 1) - p <= s.top_p) & (p >= s.min_p * p[:, :1])
+    arena.support[i, : len(ids)] = np.where(keep, ids, -1)
+    arena.logprobs[i, : len(ids)] -= np.log(np.where(keep, p, 0).sum(1))
+
+
+if __name__ == "__main__":
+    os.set_inheritable(int(sys.argv[1]), False)
+    try:
+        main(int(sys.argv[1]))
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit("the rank of this engine is gone")
+    except msgspec.ValidationError as error:
+        sys.exit(f"foreign message: {error}")

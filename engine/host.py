@@ -1,0 +1,298 @@
+"""The rank's end of its engine: starts the child process, watches it, speaks to it, starts it again.
+
+The child (engine/child.py) owns `sglang.Engine`. It gets an environment without torchrun's variables (SGLang's own
+process groups would wait for them), a private socket, and a staging buffer in shared memory. Everything it prints goes
+to a log file, whose tail is part of the error when it dies.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+
+from engine.protocol import (
+    Abort,
+    Arena,
+    Finished,
+    FromChild,
+    Generate,
+    Generated,
+    Ready,
+    Sampling,
+    Slots,
+    Start,
+    Stop,
+)
+from sync.channel import Channel
+from sync.fields import doc
+from sync.messages import Begin, Bucket, Commit, Done, Failed
+from sync.shm import SharedBytes
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+_LOG_TAIL = 12  # lines shown when the child dies
+_STOP_S = 10.0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The SGLang engine of one rank."""
+
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        doc("Dtype of activations and of weights that are not FP8; auto: bfloat16 on GPUs, float32 on CPUs."),
+    ] = "auto"
+    context_length: Annotated[int, doc("Longest prompt and response together.", unit="tokens", ge=2)] = 4096
+    max_running_requests: Annotated[int, doc("Sequences decoded at the same time.", unit="sequences", ge=1)] = 256
+    kv_cache_tokens: Annotated[
+        int, doc("Size of the KV cache; 0: from gpu_memory_fraction on GPUs, enough for all requests on CPUs.", unit="tokens", ge=0)
+    ] = 0  # fmt: skip
+    gpu_memory_fraction: Annotated[
+        float, doc("Share of GPU memory for weights and KV cache (SGLang's mem_fraction_static).", gt=0, lt=1)
+    ] = 0.7
+    record_experts: Annotated[bool, doc("Record the experts of every token of an MoE model.")] = True
+    threads: Annotated[int, doc("CPU threads of the engine's math.", unit="threads", ge=1)] = 1
+    start_timeout_s: Annotated[float, doc("Longest start.", unit="s", gt=0)] = 900.0
+    stall_timeout_s: Annotated[float, doc("Longest wait for the next finished sample.", unit="s", gt=0)] = 600.0
+    max_restarts: Annotated[int, doc("Engine starts after a crash, per run, before the run stops.", ge=0)] = 3
+    sglang: Annotated[
+        dict[str, Any], doc("Further arguments of sglang.Engine by their own names; they win over ours.")
+    ] = msgspec.field(default_factory=dict)
+
+
+class EngineDied(RuntimeError):
+    """The child process ended or stopped answering. The trainer is untouched; `EngineHost.restart` may follow."""
+
+
+class EngineError(RuntimeError):
+    """The engine refused a request and goes on."""
+
+
+class EngineHost:
+    """Owns the child process of one rank. Use as a context manager."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        quantization: dict[str, Any] | None,
+        staging_bytes: int,
+        log_path: Path,
+        seed: int,
+        device: torch.device,
+    ):
+        """`quantization` is the model's `quantization_config` override (FP8), None for the plain dtype."""
+        self.config, self.log_path, self.seed, self.device = config, log_path, seed, device
+        self.server_args = server_args(config, model_dir, quantization, device)
+        self.model = json.loads((model_dir / "config.json").read_text())
+        self.staging = SharedBytes(staging_bytes)
+        self.starts = 0
+        self.unverified = True  # no swap into this engine process has been verified yet
+        self.info: Ready | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channel: Channel[Any] | None = None
+
+    def __enter__(self) -> "EngineHost":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def spawn(self) -> None:
+        """Starts the child without waiting for it, so that the rank can build its trainer meanwhile."""
+        ours, theirs = socket.socketpair()
+        with self.log_path.open("ab") as log, theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine.child", str(theirs.fileno())],
+                env=self._environment(),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the rank only, which closes its engine in order
+            )
+        self.channel = Channel(ours, FromChild)
+        self.starts += 1
+        self.unverified = True
+        self._send(Start(self.server_args, self.seed + 7919 * self.starts), (self.staging.fd,))
+
+    def start(self) -> None:
+        """Waits until the engine serves; spawns it first if need be. Raises EngineDied."""
+        if self.process is None:
+            self.spawn()
+        message = self._receive(self.config.start_timeout_s, "starting")
+        assert isinstance(message, Ready), message
+        self.info = message
+
+    def restart(self) -> None:
+        """Ends what is left of the child and starts a new one, without weights. Raises EngineDied past `max_restarts`."""
+        self.close()
+        if self.starts > self.config.max_restarts:
+            raise EngineDied(f"the engine died {self.starts} times: engine.max_restarts = {self.config.max_restarts}")
+        self.start()
+
+    def request(self, message: Begin | Bucket | Commit, timeout: float) -> Done | Failed:
+        """One swap message and its reply; a dead or stuck child is a `Failed`, so that a swap can be retried whole."""
+        try:
+            self._send(message)
+            reply = self._receive(timeout, f"handling {type(message).__name__}")
+        except EngineDied as error:
+            return Failed(str(error))
+        assert isinstance(reply, Done | Failed), reply
+        return reply
+
+    def generate(self, prompts: list[Any], sampling: Sampling) -> Iterator[tuple[list[int], Arena]]:
+        """Samples one response per prompt (i32 arrays); yields the numbers of samples as they finish, and the arena.
+
+        Raises ValueError for a prompt that leaves no room, EngineError if the engine refuses, EngineDied if it is gone.
+        """
+        arena, memory = Arena.create(self._slots(prompts, sampling))
+        arena.prompt_starts[1:] = [len(prompt) for prompt in prompts]
+        arena.prompt_starts[:] = arena.prompt_starts.cumsum()
+        for i, prompt in enumerate(prompts):
+            arena.prompt(i)[:] = prompt
+        try:
+            self._send(Generate(arena.slots, sampling), (memory.fd,))
+            while not isinstance(message := self._receive(self.config.stall_timeout_s, "generating"), Generated):
+                if isinstance(message, Failed):
+                    raise EngineError(message.reason)
+                assert isinstance(message, Finished), message
+                yield message.samples, arena
+        finally:
+            memory.close()
+
+    def abort(self) -> None:
+        """Ends the running generation early; its samples are still announced."""
+        self._send(Abort())
+
+    def close(self) -> None:
+        """Stops the child, by force if it does not stop by itself. Safe to call twice."""
+        if self.process is None:
+            return
+        assert self.channel is not None
+        try:
+            self.channel.send(Stop())
+        except OSError:
+            pass  # it is gone already: nothing to ask
+        self.channel.close()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = self.channel = None
+
+    def _slots(self, prompts: list[Any], sampling: Sampling) -> Slots:
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if longest + sampling.max_tokens > self.config.context_length:
+            raise ValueError(
+                f"engine.context_length = {self.config.context_length} is less than the longest prompt ({longest}) "
+                f"and {sampling.max_tokens} sampled tokens together"
+            )
+        experts = n_experts(self.model) if self.config.record_experts else 0
+        return Slots(
+            samples=len(prompts),
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            max_tokens=sampling.max_tokens,
+            layers=self.model["num_hidden_layers"] if experts else 0,
+            top_k=self.model["num_experts_per_tok"] if experts else 0,
+            wide=experts > 255,
+            support=sampling.support,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(_TORCHRUN)}
+        kept.pop("SGLANG_USE_CPU_ENGINE", None)  # it would import sgl_kernel, which needs libcuda
+        if self.device.type == "cuda":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            index = self.device.index or 0
+            kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        return kept | {"OMP_NUM_THREADS": str(self.config.threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+
+    def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
+        assert self.channel is not None, "the engine is not started"
+        try:
+            self.channel.send(message, fds)
+        except OSError:
+            raise self._died("closed its channel") from None
+
+    def _receive(self, timeout: float, doing: str) -> Any:
+        assert self.channel is not None, "the engine is not started"
+        try:
+            message, _ = self.channel.receive(timeout)
+        except TimeoutError:
+            raise self._died(f"gave no sign for {timeout:.0f} s while {doing}") from None
+        except OSError as error:
+            raise self._died(f"{error} while {doing}") from None
+        if message is None:
+            raise self._died(f"ended while {doing}")
+        return message
+
+    def _died(self, what: str) -> EngineDied:
+        assert self.process is not None
+        if self.process.poll() is None:
+            try:
+                self.process.wait(1.0)  # it may be on its way out; then its exit status is known
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        code = self.process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        tail = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+        return EngineDied(f"the engine {what} ({how}); last lines of {self.log_path}:\n  " + "\n  ".join(tail))
+
+
+def n_experts(model_config: dict[str, Any]) -> int:
+    """Experts per layer of a Hugging Face config.json; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(model_config[name]) for name in names if model_config.get(name)), 0)
+
+
+def server_args(
+    config: EngineConfig, model_dir: Path, quantization: dict[str, Any] | None, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`: no weights on disk are read, the first swap brings them."""
+    cpu = device.type == "cpu"
+    model = json.loads((model_dir / "config.json").read_text())
+    args: dict[str, Any] = {
+        "model_path": str(model_dir),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": ("float32" if cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
+        "context_length": config.context_length,
+        "max_running_requests": config.max_running_requests,
+        "log_level": "error",
+        "enable_return_routed_experts": config.record_experts and n_experts(model) > 0,
+    }
+    if quantization:
+        args |= {
+            "quantization": "fp8",
+            "json_model_override_args": json.dumps({"quantization_config": quantization}),
+        }
+    if config.kv_cache_tokens or cpu:
+        args["max_total_tokens"] = config.kv_cache_tokens or config.max_running_requests * config.context_length
+    if cpu:
+        args |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "sleep_on_idle": True,  # else the idle scheduler spins a whole core
+        }
+    else:
+        args["mem_fraction_static"] = config.gpu_memory_fraction
+    return args | config.sglang

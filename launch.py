@@ -1,0 +1,139 @@
+"""`python launch.py --config demo`: reads a recipe, checks it, and starts one rank per GPU through torch elastic.
+
+The same file is what torch elastic (and torchrun, over many nodes) starts as a rank.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import uuid
+from pathlib import Path
+
+from rich.console import Console
+
+from settings import ConfigError, dump, find_recipe, help_table, load, recipes
+
+RECIPES = Path(__file__).resolve().parent / "configs"
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 done, 1 the run failed, 2 the command line or the config is wrong."""
+    options = parse(arguments)
+    if options.list:
+        for name, line in recipes(RECIPES):
+            print(f"{name:18} {line}")
+        return 0
+    from config import Config  # after --list, since it imports torch
+
+    if options.help:
+        parser().print_help()
+        print("\nConfig fields (YAML, or section.key=value on the command line):\n")
+        Console().print(help_table(Config))
+        return 0
+    try:
+        if not options.config:
+            raise ConfigError("--config NAME_OR_PATH is missing; --list shows the recipes")
+        config = load(Config, find_recipe(options.config, RECIPES), options.overrides)
+        if options.print_config:
+            print(dump(config), end="")
+            return 0
+        return _rank(config, options) if "RANK" in os.environ else _launch(config, options, arguments)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="launch.py", add_help=False, description="Reinforcement learning with FP8 weights swapped into SGLang."
+    )
+    result.add_argument("--config", metavar="NAME_OR_PATH", help="a recipe of configs/, or a YAML file")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a field of the recipe")
+    result.add_argument("--run-dir", type=Path, help="where results go (default: a new runs/NAME)")
+    result.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
+    result.add_argument("--list", action="store_true", help="list the recipes")
+    result.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
+    result.add_argument("-h", "--help", action="store_true", help="show this and every config field")
+    return result
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Overrides may stand anywhere between options."""
+    return parser().parse_intermixed_args(arguments)
+
+
+def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Checks what can be checked without starting anything, then starts the ranks and waits for them."""
+    from engine.tasks import load_task
+
+    try:
+        ranks = config.cluster.resolved_ranks()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        load_task(config.task, config.seed)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from None
+    run_dir = options.run_dir or _run_dir(config.name, options.resume)
+    if options.resume and not run_dir.is_dir():
+        raise ConfigError(f"--resume: there is no run in {run_dir}")
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say themselves what is wrong
+    spec = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    rest = [*arguments, "--run-dir", str(run_dir)] if not options.run_dir else arguments
+    try:
+        elastic_launch(spec, sys.executable)("-u", str(Path(__file__).resolve()), *rest)
+    except ChildFailedError as error:
+        first = error.get_first_failure()[1]
+        print(f"rank {first.local_rank} failed with exit status {first.exitcode}; results so far: {run_dir}",
+              file=sys.stderr)  # fmt: skip
+        return first.exitcode if first.exitcode in (1, 2) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _run_dir(name: str, resume: bool) -> Path:
+    """A new runs/NAME, runs/NAME-2, …; with `resume` the newest that exists."""
+    candidates = [Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10000)]
+    new = next(path for path in candidates if not path.exists())
+    return candidates[max(0, candidates.index(new) - 1)] if resume else new
+
+
+def _rank(config, options: argparse.Namespace) -> int:
+    """One rank. Never returns on failure: other ranks may be gone, so nothing that waits for them may run."""
+    from engine.host import EngineDied, EngineError
+    from loop import plain, run
+    from ranks import Ranks
+    from records.console import RunConsole
+    from sync.push import SwapError
+
+    ranks = Ranks(config.cluster)
+    console = RunConsole(active=ranks.first)
+    run_dir = ranks.share(options.run_dir or _run_dir(config.name, options.resume))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run(config, run_dir, options.resume, ranks, console)
+    except (ValueError, OSError, FloatingPointError, EngineDied, EngineError, SwapError, RuntimeError) as error:
+        if type(error) is RuntimeError:
+            raise
+        print(f"error: {error if isinstance(error, EngineDied) else plain(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,330 @@
+"""Wiring and the loop: rollout → train → swap, over and over, and what happens when an engine dies in between.
+
+Every rank runs this. What one rank alone may decide (its engine died, its swap failed) is agreed on by all before
+anything follows from it, so that collectives stay in step.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+
+from config import Config
+from engine.host import EngineDied, EngineHost
+from engine.rewards import RewardPool
+from engine.rollout import Rollout, Sample, Sampler, Stats
+from engine.tasks import load_task
+from engine.tasks.prompts import Prompts
+from engine.tasks.tokenizer import load_tokenizer
+from ranks import Ranks
+from records import log as records
+from records.console import RunConsole
+from records.log import RunLog
+from sync.batch import FINISH_REASONS
+from sync.push import SwapError, Wire, push
+from trainer.checkpoint import Checkpointer, export_hf
+from trainer.model import materialize
+from trainer.trainer import Trainer
+
+
+_SFT_CURSOR = 1 << 40  # data position of the demonstrations: not those of the rollouts, which count from 0
+
+
+class Position(msgspec.Struct):
+    """Where the run stands; saved with every checkpoint."""
+
+    step: int = 0  # steps done
+    cursor: int = 0  # training prompts drawn
+    version: int = 0  # weights the engine serves
+
+
+def run(config: Config, run_dir: Path, resume: bool, ranks: Ranks, console: RunConsole) -> None:
+    """One whole run on this rank. Raises what `launch.main` turns into one line and a non-zero exit."""
+    with ExitStack() as stack:
+        loop = Loop(config, run_dir, ranks, console, stack)
+        loop.prepare(resume)
+        for step in range(loop.at.step, config.steps):
+            loop.step(step)
+        loop.finish()
+
+
+class Loop:
+    """One rank of a run: the engine, the trainer and the records, and the order in which they act."""
+
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks, console: RunConsole, stack: ExitStack):
+        """Builds everything; the engine starts in the background while the trainer is built."""
+        self.config, self.run_dir, self.ranks, self.console, self.stack = config, run_dir, ranks, console, stack
+        self.at = Position()
+        self.times: dict[str, float] = {}
+        if ranks.first:
+            model_dir = materialize(config.model, run_dir / "model", config.seed)
+        else:
+            model_dir = None
+        self.model_dir: Path = ranks.share(model_dir)
+        self.names = _weight_names(self.model_dir)
+        tokenizer, end_tokens = load_tokenizer(self.model_dir)
+        self.prompts = Prompts(load_task(config.task, config.seed), tokenizer, config.task, config.seed)
+        self.host = self._host()
+        stack.callback(self.host.close)
+        self.host.spawn()
+        rewards = stack.enter_context(RewardPool(config.task, config.seed))
+        self.sampler = Sampler(
+            self.host, self.prompts, rewards, config.rollout, config.eval, end_tokens, ranks.rank, ranks.world
+        )
+        self.trainer = Trainer(
+            config.trainer,
+            config.algo,
+            self.model_dir,
+            device=ranks.device,
+            temperature=config.rollout.temperature,
+            total_steps=config.steps,
+            max_response_tokens=config.rollout.max_tokens,
+        )
+        self.checkpoints = Checkpointer(config.checkpoint, run_dir / "checkpoints")
+        self.wire = Wire(config.fp8, self.host.model["num_hidden_layers"], _dtype(self.host.server_args["dtype"]))
+
+    def _host(self) -> EngineHost:
+        config = self.config
+        layers = msgspec.json.decode((self.model_dir / "config.json").read_bytes())["num_hidden_layers"]
+        return EngineHost(
+            config.engine,
+            self.model_dir,
+            config.fp8.sglang_quantization_config(layers, self.names) if config.fp8.enabled else None,
+            config.sync.bucket_mb * 2**20,
+            self.run_dir / f"engine-rank{self.ranks.rank}.log",
+            config.seed + self.ranks.rank,
+            self.ranks.device,
+        )
+
+    # ---------------------------------------------------------------- before the first step
+
+    def prepare(self, resume: bool) -> None:
+        """Restores a checkpoint or runs the warm start, then gives the engine its first weights."""
+        warnings: list[str] = []
+        saved = self.checkpoints.restore(self.trainer, warnings.append) if resume else None
+        if saved is not None:
+            self.at = msgspec.convert(saved, Position)
+        self.log = self.stack.enter_context(
+            RunLog(
+                self.run_dir,
+                self.config.records,
+                msgspec.to_builtins(self.config),
+                resume_step=self.at.step if resume else None,
+                active=self.ranks.first,
+            )
+        )
+        for warning in warnings:
+            self._event("checkpoint", warning)
+        self._header()
+        if saved is None:
+            self._warm_start()
+        with self.console.progress("starting SGLang", 1):
+            self.host.start()
+        self._swap(self.at.version)
+
+    def _header(self) -> None:
+        config, ranks = self.config, self.ranks
+        self.console.header(
+            config.name,
+            {
+                "model": config.model.path or config.model.preset,
+                "task": config.task.name,
+                "ranks": f"{ranks.world} on {ranks.device.type}",
+                "engine": f"SGLang, weights {'FP8 ' + config.fp8.granularity if config.fp8.enabled else 'unquantized'}",
+                "step": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} samples",
+                "correction": f"{config.algo.correction.mode}, {config.algo.correction.importance}",
+                "results": self.run_dir,
+            }
+            | ({"resumed": f"at step {self.at.step}"} if self.at.step else {}),
+        )
+
+    def _warm_start(self) -> None:
+        sft, ranks = self.config.sft, self.ranks
+        if not sft.steps:
+            return
+        with self.console.progress("supervised warm start", sft.steps) as advance:
+            for step in range(sft.steps):
+                pairs = self.prompts.demonstrations(_SFT_CURSOR + step * sft.batch_size, sft.batch_size)
+                stats = self.trainer.sft_step(pairs[ranks.rank :: ranks.world], sft.lr)
+                advance(1)
+        self.trainer.begin_rl()
+        self._event("sft", f"{sft.steps} supervised updates, last loss {stats['trainer/loss']:.3f} nats")
+
+    # ---------------------------------------------------------------- one step
+
+    def step(self, step: int) -> None:
+        """Evaluation when it is due, then rollout → train → swap, checkpoint when it is due, records."""
+        began, self.times = time.perf_counter(), {}
+        metrics = self._evaluate(step) if self._due(self.config.eval.every, step) else {}
+        with self._timed("time/rollout_s"):
+            rollout = self._rollout()
+        metrics |= self._combined(rollout.stats)
+        with self._timed("time/train_s"):
+            metrics |= self._train(rollout)
+        with self._timed("time/sync_s"):
+            metrics |= self._swap(self.at.version + 1)
+        self.at.step = step + 1
+        if self._due(self.config.checkpoint.every, step + 1):
+            with self._timed("time/checkpoint_s"):
+                self.checkpoints.save(self.trainer, self.at.step, msgspec.to_builtins(self.at))
+        metrics["engine/restarts"] = self.ranks.combine({}, {"x": self.host.starts - 1.0}, {})["x"]
+        metrics["engine/tokens_per_s"] = metrics.pop("engine/sampled_tokens") / self.times["time/rollout_s"]
+        metrics |= self.times | {"time/step_s": time.perf_counter() - began}
+        self.log.write(step, metrics)
+        self._write_samples(step, rollout.samples)
+        self.console.step(step, self.config.steps, metrics)
+
+    def _rollout(self) -> Rollout:
+        """This rank's samples. An engine that dies is started again, gets the same weights, and samples anew."""
+        rollout, size = None, self.config.rollout
+        share = -(-(size.prompts_per_step - self.ranks.rank) // self.ranks.world)
+        while True:
+            error = None
+            try:
+                if rollout is None:
+                    with self.console.progress("rollout", share * size.group_size) as advance:
+                        rollout = self.sampler.rollout(self.at.cursor, advance)
+            except EngineDied as death:
+                error = death
+            if self.ranks.agree(error is None):
+                assert rollout is not None
+                break
+            self._revive(error)
+            self._swap(self.at.version)
+        self.at.cursor += self.ranks.largest(rollout.rounds) * size.prompts_per_step
+        if rollout.first_error:
+            self._event("reward", f"a reward was lost: {rollout.first_error}")
+        return rollout
+
+    def _train(self, rollout: Rollout) -> dict[str, float]:
+        if not self.ranks.largest(rollout.batch.n_sequences):
+            self._event("rollout", f"step {self.at.step}: no usable sample, so there is no update")
+            return {}
+        with self.console.progress("training", 1):
+            return self.trainer.step(rollout.batch)
+
+    def _swap(self, version: int) -> dict[str, float]:
+        """Gives every engine the trainer's weights as `version`; engines that die on the way are started again."""
+        config = self.config.sync
+        while True:
+            verify = config.verify == "always" or (config.verify == "first" and self.host.unverified)
+            try:
+                stats = push(self.trainer.weights, self.host, version, self.wire, config, self.ranks.agree, verify)
+                break
+            except SwapError as error:  # raised by all ranks alike
+                dead = not self.host.alive
+                if not self.ranks.largest(dead):
+                    raise
+                self._revive(EngineDied(str(error)) if dead else None)
+        self.host.unverified = self.host.unverified and not verify
+        self.at.version = version
+        return stats
+
+    def _revive(self, death: EngineDied | None) -> None:
+        """All ranks: restarts this rank's engine if it died. Raises EngineDied when it may not be started again."""
+        if death is not None:
+            self._event("engine", f"rank {self.ranks.rank}: {death}")
+            self.host.restart()
+            self._event("engine", f"rank {self.ranks.rank}: started again")
+
+    # ---------------------------------------------------------------- evaluation, records, end
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy of the weights after `step` updates. An engine that dies here is handled like one in a rollout."""
+        result = None
+        with self._timed("time/eval_s"):
+            while True:
+                error = None
+                try:
+                    if result is None:
+                        total = self.config.eval.prompts * self.config.eval.samples / self.ranks.world
+                        with self.console.progress("evaluation", total) as advance:
+                            result = self.sampler.evaluate(advance)
+                except EngineDied as death:
+                    error = death
+                if self.ranks.agree(error is None):
+                    assert result is not None
+                    return self._combined(Stats(result, {}, {}))
+                self._revive(error)
+                self._swap(self.at.version)
+
+    def finish(self) -> None:
+        """The last evaluation, checkpoint and export."""
+        config, self.times = self.config, {}
+        if config.eval.every:
+            metrics = self._evaluate(config.steps) | self.times
+            self.log.write(config.steps, metrics)
+            self.console.step(config.steps, config.steps, metrics)
+        if config.checkpoint.every and self.at.step % config.checkpoint.every:
+            self.checkpoints.save(self.trainer, self.at.step, msgspec.to_builtins(self.at))
+        if config.checkpoint.export_hf:
+            with self.console.progress("exporting", 1):
+                export_hf(self.trainer, self.run_dir / "export")
+        self.checkpoints.close()
+        self.console.note(f"report: {self.run_dir / 'report.html'}")
+
+    def _combined(self, stats: Stats) -> dict[str, float]:
+        metrics = self.ranks.combine(*stats)
+        if "engine/reward_square" in metrics:
+            square = metrics.pop("engine/reward_square")
+            metrics["engine/reward_std"] = max(square - metrics["engine/reward_mean"] ** 2, 0.0) ** 0.5
+        return metrics
+
+    def _write_samples(self, step: int, samples: list[Sample]) -> None:
+        chosen = [samples[i] for i in self.log.choose(len(samples))]
+        groups = {id(s.prompt): n for n, s in reversed(list(enumerate(samples)))}
+        self.log.write_samples(
+            step,
+            (
+                records.Sample(
+                    prompt=self.prompts.tokenizer.decode(s.prompt.ids),
+                    completion=s.text,
+                    reward=s.reward,
+                    group=groups[id(s.prompt)] // self.config.rollout.group_size,
+                    length=s.length,
+                    finish=FINISH_REASONS[s.arena.finish[s.slot]],
+                    version=int(s.arena.versions[s.slot]),
+                )
+                for s in chosen
+            ),
+        )
+
+    def _event(self, kind: str, text: str) -> None:
+        self.log.event(kind, text)
+        self.console.note(text, warn=kind != "sft")
+
+    @staticmethod
+    def _due(every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _weight_names(directory: Path) -> list[str]:
+    """Names of all tensors of a checkpoint directory. Raises ValueError if it has no safetensors."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model {directory}: holds no *.safetensors files")
+    names: list[str] = []
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            names += tensors.keys()
+    return names
+
+
+def plain(error: BaseException) -> str:
+    """One line for the console."""
+    return " ".join(str(error).split()) or type(error).__name__
+

@@ -1,0 +1,218 @@
+"""A Hugging Face causal LM as an FSDP2 policy: where it comes from, how it is sharded, what it computes, how it leaves.
+
+Layouts: parameters are fp32 masters, one FSDP group per decoder layer and one for the rest (embedding, final norm,
+head); compute is bf16 or fp32, gradients are reduced in fp32. The transformers module is kept as it is: attention is
+replaced through AttentionInterface and the head is bypassed (trainer/logprob.py).
+What it gives up: soft-capped or scaled logits are refused; loading needs the checkpoint once in rank 0's host memory.
+"""
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from sync.fields import doc
+from trainer import attention, presets
+from trainer.logprob import token_logprobs
+from trainer.pack import MicroBatch
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model to train: exactly one of `path` and `preset`."""
+
+    path: Annotated[
+        str,
+        doc(
+            "Hugging Face causal-LM directory, a GGUF file, or package:<import name>/<file> for a GGUF file shipped in"
+            " an installed Python package."
+        ),
+    ] = ""
+    preset: Annotated[str, doc(f"Small model with random weights and a character tokenizer: {presets.PRESETS}.")] = ""
+    init_std: Annotated[float | None, doc("Standard deviation of a preset's initial weights; none: 0.02.", gt=0)] = None
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.preset):
+            raise ValueError("model needs exactly one of path and preset")
+        if self.preset and self.preset not in presets.PRESETS:
+            raise ValueError(f"unknown preset {self.preset!r}, allowed: {', '.join(presets.PRESETS)}")
+        if self.path and self.init_std is not None:
+            raise ValueError("init_std is allowed with preset only")
+
+
+def materialize(config: ModelConfig, directory: Path, seed: int) -> Path:
+    """The model as a Hugging Face directory (config.json, tokenizer, safetensors) that trainer and engine both read.
+
+    A Hugging Face path is returned as it is. A preset (drawn from `seed`) or a GGUF file is written once, in bf16, to a
+    sub-directory of `directory` whose name says what it holds; later calls find it. The write is renamed into place, so
+    a killed run leaves no half model. No collectives: call it on one rank, or on all (the first to finish wins).
+    Raises ValueError, with a remedy, if the path holds no model.
+    """
+    if config.preset:
+        std = config.init_std or 0.02
+        target = directory / f"{config.preset}-std{std:g}-seed{seed}"
+        return _write_once(target, lambda part: presets.write_preset(config.preset, std, seed, part))
+    path = _resolve(config.path)
+    if path.suffix == ".gguf":
+        return _write_once(directory / path.stem, lambda part: _convert_gguf(path, part))
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path {path}: no config.json there; give the directory of a downloaded model")
+    return path
+
+
+def _resolve(path: str) -> Path:
+    if not path.startswith("package:"):
+        result = Path(path).expanduser()
+    else:
+        package, _, file = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(f"model.path {path}: Python package {package} is not installed; pip install it")
+        result = Path(spec.submodule_search_locations[0]) / file
+    if not result.exists():
+        raise ValueError(f"model.path {path}: {result} does not exist; download the model first")
+    return result
+
+
+def _write_once(target: Path, write: Any) -> Path:
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(part)
+        part.chmod(0o755)
+        part.rename(target)
+    except OSError:
+        if not (target / "config.json").is_file():  # else another rank was faster, and its model is the same
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return target
+
+
+def _convert_gguf(path: Path, directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model.bfloat16().save_pretrained(directory)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)
+
+
+class Policy(nn.Module):
+    """The model as the trainer sees it: packed tokens in, log-probs of the sampled tokens out."""
+
+    def __init__(self, hf: PreTrainedModel, temperature: float, logits_mib: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self.temperature = temperature
+        self.chunk_rows = max(1, logits_mib * 2**20 // (4 * hf.config.get_text_config().vocab_size))
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(log-prob f32[R], entropy f32[R] in nats) at the R rows of `micro`; only the log-prob carries a gradient.
+
+        Both are of softmax(logits / temperature), renormalised over the candidates where `micro.support` is given.
+        """
+        hidden = self.hf.get_decoder()(
+            input_ids=micro.tokens[None], position_ids=micro.positions[None], use_cache=False, layout=micro.layout
+        ).last_hidden_state[0]
+        head: Any = self.hf.get_output_embeddings()
+        return token_logprobs(
+            hidden.index_select(0, micro.rows), head.weight, head.bias, micro.targets,
+            temperature=self.temperature, support_RS=micro.support, chunk_rows=self.chunk_rows,
+        )  # fmt: skip
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, whole fp32 tensor) of every weight, tied ones once: what `save_pretrained` would write.
+
+        A collective: every rank must run it to the end. One parameter is gathered at a time; tensors may be views of it
+        (experts are stacked in the model and separate in the checkpoint), so copy what must outlive the iteration.
+        """
+        seen = set()
+        for name, tensor in self.hf.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield from revert_weight_conversion(self.hf, {name: whole.detach()}).items()
+
+
+def build_model(
+    directory: Path,
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    temperature: float,
+    logits_mib: int,
+    activation_checkpointing: bool,
+) -> Policy:
+    """The model of a Hugging Face directory, sharded over `mesh` (1-D: FSDP; 2-D: replicate x shard).
+
+    A collective. Rank 0 reads the checkpoint into host memory in its stored dtype (61 GB for a 30B model in bf16) and
+    scatters it parameter by parameter; no other rank and no device ever holds more than its shard and one parameter.
+    Raises ValueError for models whose log-probs would be wrong here.
+    """
+    AttentionInterface.register(attention.NAME, attention.packed_attention)
+    config = AutoConfig.from_pretrained(directory)
+    _refuse_unsupported(config.get_text_config(), directory)
+    with torch.device("meta"):
+        # experts, where there are any: transformers' default is one grouped GEMM per projection, on every device
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    if any(isinstance(c, WeightConverter) and len(c.target_patterns) > 1 for c in get_model_conversion_mapping(hf)):
+        raise ValueError(f"{directory}: {type(hf).__name__} splits checkpoint tensors, which weights() cannot undo")
+    if activation_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(hf.train(), temperature, logits_mib)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in hf.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    policy.to_empty(device=mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device())
+    hf.tie_weights()  # to_empty gave tied parameters separate storage
+    _load(hf, directory)
+    return policy
+
+
+def _refuse_unsupported(config: Any, directory: Path) -> None:
+    for name in LOGIT_TRANSFORMS:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{directory}: config.{name} changes the logits, which the trainer does not support")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ValueError(f"{directory}: config.attention_dropout must be 0 for training by policy gradient")
+
+
+@torch.no_grad()
+def _load(hf: PreTrainedModel, directory: Path) -> None:
+    """Fills parameters and buffers (the rotary ones are in no checkpoint) from rank 0's copy."""
+    source = None
+    if dist.get_rank() == 0:
+        source = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    for name, param in hf.named_parameters():
+        assert isinstance(param, DTensor), name
+        local = param.to_local()
+        whole = torch.empty(param.shape, dtype=param.dtype, device=local.device)
+        if source is not None:
+            whole.copy_(source.get_parameter(name))
+        local.copy_(distribute_tensor(whole, param.device_mesh, param.placements).to_local())
+    for name, buffer in hf.named_buffers():
+        if source is not None:
+            buffer.copy_(source.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+
+
+def reshard(policy: Policy) -> None:
+    """Drops the gathered root parameters that a forward without backward leaves behind; else they would go stale."""
+    assert isinstance(policy, FSDPModule)
+    policy.reshard()
