@@ -21,9 +21,9 @@ from trainer.trainer import SftConfig, TrainerConfig
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks run. Under torchrun only `device` counts."""
 
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], doc("auto: CUDA where this machine has a GPU, else the CPU.")
-    ] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], doc("auto: CUDA where this machine has a GPU, else the CPU.")] = (
+        "auto"
+    )
     ranks: Annotated[int, doc("Ranks on this machine; 0: one per GPU, or one on the CPU.", unit="ranks", ge=0)] = 0
     threads: Annotated[int, doc("CPU threads of a rank's math; 0: its share of the cores.", unit="threads", ge=0)] = 0
 

@@ -30,7 +30,6 @@ from trainer.checkpoint import Checkpointer, export_hf
 from trainer.model import materialize
 from trainer.trainer import Trainer
 
-
 _SFT_CURSOR = 1 << 40  # data position of the demonstrations: not those of the rollouts, which count from 0
 
 
@@ -327,4 +326,3 @@ def _weight_names(directory: Path) -> list[str]:
 def plain(error: BaseException) -> str:
     """One line for the console."""
     return " ".join(str(error).split()) or type(error).__name__
-

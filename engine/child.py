@@ -26,7 +26,6 @@ from engine.protocol import (
     Abort,
     Arena,
     Finished,
-    FromChild,
     Generate,
     Generated,
     Ready,
@@ -93,7 +92,9 @@ class _Child:
         arena = Arena(memory, message.slots)
         params = _sampling_params(message.sampling)
         try:
-            await asyncio.gather(*(self._sample(arena, i, params, message.sampling) for i in range(message.slots.samples)))
+            await asyncio.gather(
+                *(self._sample(arena, i, params, message.sampling) for i in range(message.slots.samples))
+            )
             self._announce()
             self.channel.send(Generated())
         except Exception as error:  # a refused request: the rank raises it; the engine itself lives on

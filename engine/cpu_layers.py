@@ -42,16 +42,20 @@ class CpuFp8Config(fp8.Fp8Config):
 class Fp8LinearMethod(fp8.Fp8LinearMethod):
     """y = fp8(x) dequantized(W)^T + b, products and sums in float32, result in x's dtype."""
 
+    weight_block_size: list[int]  # never None: CpuFp8Config
+
     def process_weights_after_loading(self, layer: Any) -> None:
         dequantize(layer, "weight", self.weight_block_size)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rounded = cpu_ops.quantize_dequantize(x, self.quant_config.weight_block_size[1])
+        rounded = cpu_ops.quantize_dequantize(x, self.weight_block_size[1])
         return F.linear(rounded, layer.dequantized_weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 class Fp8MoEMethod(fp8.Fp8MoEMethod):
     """Experts with FP8 inputs of both products; see cpu_ops.experts."""
+
+    weight_block_size: list[int]
 
     def create_moe_runner(self, layer: Any, moe_runner_config) -> None:
         if not is_plain(moe_runner_config):
@@ -72,18 +76,17 @@ class Fp8MoEMethod(fp8.Fp8MoEMethod):
             layer.dequantized_w2_weight,
             weights,
             ids,
-            group=self.quant_config.weight_block_size[1],
+            group=self.weight_block_size[1],
         )
         return StandardCombineInput(hidden_states=out)
 
 
-def dequantize(layer: Any, name: str, block: list[int] | None) -> None:
+def dequantize(layer: Any, name: str, block: list[int]) -> None:
     """Refreshes `layer.dequantized_<name>` f32 from the FP8 parameter and its scales.
 
     Runs after the first load and at every end_weight_update, the only moments at which parameters change. A plain
     attribute, not a parameter or buffer: checksums and loaders see SGLang's own parameters only.
     """
-    assert block is not None  # CpuFp8Config
     codes, scales = getattr(layer, name).data, getattr(layer, f"{name}_scale_inv").data
     out = getattr(layer, f"dequantized_{name}", None)
     if out is None:
@@ -143,7 +146,8 @@ class BatchedAttention(TorchNativeAttnBackend):
 
     def _forward(self, q, k, v, layer, forward_batch: Any, save_kv_cache):
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            pool: Any = self.token_to_kv_pool  # annotated without the KVWriteLoc that it takes
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)

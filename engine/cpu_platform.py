@@ -17,7 +17,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
-class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Any CPU, no sgl_kernel."""
 
     _enum = PlatformEnum.OOT

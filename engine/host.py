@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -220,7 +219,11 @@ class EngineHost:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             index = self.device.index or 0
             kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
-        return kept | {"OMP_NUM_THREADS": str(self.config.threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+        return kept | {
+            "OMP_NUM_THREADS": str(self.config.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONWARNINGS": "ignore",
+        }
 
     def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
         assert self.channel is not None, "the engine is not started"

@@ -31,14 +31,16 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     temperature: Annotated[float, doc("Sampling temperature; the trainer divides its logits by it too.", gt=0)] = 1.0
     top_p: Annotated[float, doc("Keep the smallest set of tokens with this probability.", gt=0, le=1)] = 1.0
     top_k: Annotated[int, doc("Keep this many tokens; 0 keeps all.", unit="tokens", ge=0)] = 0
-    min_p: Annotated[float, doc("Keep tokens with at least this share of the likeliest one's probability.", ge=0, lt=1)] = 0.0
+    min_p: Annotated[
+        float, doc("Keep tokens with at least this share of the likeliest one's probability.", ge=0, lt=1)
+    ] = 0.0
     replay_support: Annotated[
         bool, doc("Log-probs of both sides over the tokens that top_k, top_p and min_p kept; needs top_k.")
     ] = False
     stop: Annotated[tuple[str, ...], doc("Further stop tokens, beside the model's own end tokens.")] = ()
-    dynamic_sampling: Annotated[
-        bool, doc("Drop groups whose rewards are all equal and draw more prompts (DAPO).")
-    ] = False
+    dynamic_sampling: Annotated[bool, doc("Drop groups whose rewards are all equal and draw more prompts (DAPO).")] = (
+        False
+    )
     max_rounds: Annotated[int, doc("Draws per step at most, with dynamic_sampling.", unit="rounds", ge=1)] = 3
 
     def __post_init__(self) -> None:
@@ -217,7 +219,9 @@ class Sampler:
             sampled=sampled,
             logprobs=logprobs,
             rewards=np.array([s.reward for s in samples], np.float32),
-            groups=np.repeat(np.arange(len(groups)) * self.world + self.rank, [len(g) for g in groups]).astype(np.int32),
+            groups=np.repeat(np.arange(len(groups)) * self.world + self.rank, [len(g) for g in groups]).astype(
+                np.int32
+            ),
             versions=np.array([s.arena.versions[s.slot] for s in samples], np.int32),
             finish=np.array([s.arena.finish[s.slot] for s in samples], np.uint8),
             experts=experts if slots.layers else None,
@@ -225,9 +229,7 @@ class Sampler:
         ).check()
 
 
-def _statistics(
-    parts: list[_Scored], degenerate: int, dropped: int, groups: int
-) -> Stats:
+def _statistics(parts: list[_Scored], degenerate: int, dropped: int, groups: int) -> Stats:
     samples = [sample for part in parts for sample in part.samples]
     timeouts = float(sum(part.timeouts for part in parts))
     n = float(len(samples))

@@ -82,7 +82,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("batch column starts: must rise strictly from 0 to the number of tokens")
         if bad := np.flatnonzero(~np.isfinite(self.logprobs)).tolist():
             sample = int(np.searchsorted(self.starts, bad[0], side="right")) - 1
-            raise ValueError(f"sample {sample} has a non-finite log-prob at its token {bad[0] - int(self.starts[sample])}")
+            raise ValueError(
+                f"sample {sample} has a non-finite log-prob at its token {bad[0] - int(self.starts[sample])}"
+            )
         if bad := np.flatnonzero(~np.isfinite(self.rewards)).tolist():
             raise ValueError(f"sample {bad[0]} has a non-finite reward")
         if n and (self.finish >= len(FINISH_REASONS)).any():

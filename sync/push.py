@@ -27,10 +27,14 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 512
     verify: Annotated[
         Literal["always", "first", "off"],
-        doc("Compare every engine parameter with the bytes sent: after each swap, after the first of an engine, never."),
+        doc(
+            "Compare every engine parameter with the bytes sent: after each swap, after the first of an engine, never."
+        ),
     ] = "always"
     attempts: Annotated[int, doc("Whole swaps tried before the run stops.", unit="swaps", ge=1)] = 2
-    timeout_s: Annotated[float, doc("Longest wait for the engine to take one bucket or commit.", unit="s", gt=0)] = 600.0
+    timeout_s: Annotated[float, doc("Longest wait for the engine to take one bucket or commit.", unit="s", gt=0)] = (
+        600.0
+    )
 
 
 class SwapError(RuntimeError):

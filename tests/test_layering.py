@@ -26,11 +26,19 @@ MAY_IMPORT = {
     "records": ("records", "sync"),
     "settings": ("settings_help", "=sync.fields"),
     "settings_help": ("=sync.fields",),
+    "ranks": ("config", "trainer.algo.parts", "trainer.tally"),
     "config": ("engine", "trainer", "sync", "records", "settings", "settings_help"),
 }
 # Which of our files may import a library; a trailing slash is a folder.
 IMPORTERS = {
-    "sglang": ("engine/plugin.py", "engine/cpu_platform.py", "engine/host.py", "tests/", "benchmarks/"),
+    "sglang": (
+        "engine/child.py",
+        "engine/plugin.py",
+        "engine/cpu_platform.py",
+        "engine/cpu_layers.py",
+        "tests/",
+        "benchmarks/",
+    ),
     "transformers": ("trainer/", "engine/tasks/", "tests/", "benchmarks/"),
     "transformer_engine": ("trainer/fp8/", "tests/", "benchmarks/"),
     "deep_gemm": ("trainer/fp8/", "tests/", "benchmarks/"),

@@ -43,15 +43,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     preset: Annotated[str, doc(f"Small model with random weights and a character tokenizer: {presets.PRESETS}.")] = ""
-    init_std: Annotated[float | None, doc("Standard deviation of a preset's initial weights; none: 0.02.", gt=0)] = None
+    init_std: Annotated[float, doc("Standard deviation of a preset's initial weights.", gt=0)] = 0.02
 
     def __post_init__(self) -> None:
         if bool(self.path) == bool(self.preset):
             raise ValueError("model needs exactly one of path and preset")
         if self.preset and self.preset not in presets.PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}, allowed: {', '.join(presets.PRESETS)}")
-        if self.path and self.init_std is not None:
-            raise ValueError("init_std is allowed with preset only")
 
 
 def materialize(config: ModelConfig, directory: Path, seed: int) -> Path:
@@ -63,9 +61,8 @@ def materialize(config: ModelConfig, directory: Path, seed: int) -> Path:
     Raises ValueError, with a remedy, if the path holds no model.
     """
     if config.preset:
-        std = config.init_std or 0.02
-        target = directory / f"{config.preset}-std{std:g}-seed{seed}"
-        return _write_once(target, lambda part: presets.write_preset(config.preset, std, seed, part))
+        target = directory / f"{config.preset}-std{config.init_std:g}-seed{seed}"
+        return _write_once(target, lambda part: presets.write_preset(config.preset, config.init_std, seed, part))
     path = _resolve(config.path)
     if path.suffix == ".gguf":
         return _write_once(directory / path.stem, lambda part: _convert_gguf(path, part))

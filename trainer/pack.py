@@ -1,8 +1,9 @@
 """Packs the sequences of a Batch into micro-batches of a bounded number of tokens.
 
-Only what the loss needs is fed: a sequence up to the token before its last sampled one (later tokens predict nothing
-that was sampled), and the head runs only on rows whose next token was sampled. Sequences are sorted by length first, so
-that neighbours in a micro-batch need little padding where the attention kernel pads (CPU).
+Only what the loss needs is fed, once: a sequence up to the token before its last sampled one (later tokens predict
+nothing that was sampled), the prompt that several sequences share a single time (in a causal model its hidden states are
+the same for all of them, and their gradients add up), and the head runs only on rows whose next token was sampled.
+Families of similar length come together, so that little padding is needed where the attention kernel pads (CPU).
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from trainer.attention import Layout, layout_of
 class MicroBatch:
     """n sequences, T fed tokens, R rows whose next token was sampled.
 
-    Example: the sequence [p p s s] feeds [p p s], and its rows 1 and 2 predict the two sampled tokens.
+    Example: the sequences [p q s t] and [p q u] of one prompt feed [p q s]; rows 1 and 2 predict s and t, row 1 u.
     """
 
     tokens: Tensor  # i64[T]
@@ -45,29 +46,74 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def micro_batches(batch: Batch, sequences: Sequence[int] | NDArray[Any], token_budget: int) -> list[MicroBatch]:
+@dataclass
+class _Family:
+    """Sequences with the same prompt, longest first, and how many tokens they feed."""
+
+    members: NDArray[Any]  # i64 indices into the batch
+    prompt: int  # tokens before the first sampled one
+    tails: NDArray[Any]  # i64 fed tokens after the prompt, per member
+
+
+def micro_batches(
+    batch: Batch, sequences: Sequence[int] | NDArray[Any], token_budget: int, padded: bool
+) -> list[MicroBatch]:
     """Micro-batches of at most `token_budget` fed tokens that hold each of `sequences` (indices) once, longest first.
 
-    A longer sequence gets a micro-batch of its own; a sequence without sampled tokens is left out. Raises ValueError if
-    a first token is marked as sampled (nothing predicts it) or a sampled token is outside its own support.
+    A longer sequence gets a micro-batch of its own; a sequence without sampled tokens is left out. `padded`: as
+    `attention.needs_padding` says. Raises ValueError if a first token is marked as sampled (nothing predicts it) or a
+    sampled token is outside its own support.
     """
-    index = np.asarray(sequences, np.int64)
+    result: list[MicroBatch] = []
+    current: list[_Family] = []
+    used = 0
+    for family in _families(batch, np.asarray(sequences, np.int64)):
+        total = family.prompt + int(family.tails.sum())
+        if used and used + total > token_budget and total <= token_budget:
+            result.append(_micro_batch(batch, current, padded))
+            current, used = [], 0
+        rest = family
+        while len(rest.members):
+            room = token_budget - used - rest.prompt
+            count = int(np.searchsorted(np.cumsum(rest.tails), room, side="right")) if room >= 0 else 0
+            if not count and used:
+                result.append(_micro_batch(batch, current, padded))
+                current, used = [], 0
+                continue
+            count = max(1, count)
+            current.append(_Family(rest.members[:count], rest.prompt, rest.tails[:count]))
+            used += rest.prompt + int(rest.tails[:count].sum())
+            rest = _Family(rest.members[count:], rest.prompt, rest.tails[count:])
+    if current:
+        result.append(_micro_batch(batch, current, padded))
+    return result
+
+
+def _families(batch: Batch, index: NDArray[Any]) -> list[_Family]:
+    """The families among the given sequences that have sampled tokens, the one with the longest member first."""
     starts = batch.starts.astype(np.int64)
     if batch.sampled[starts[:-1]].any():
         raise ValueError("the first token of a sequence cannot be sampled: nothing precedes it")
-    last_sampled = np.full(batch.n_sequences, -1)
     where = np.flatnonzero(batch.sampled)
-    last_sampled[batch.sequence_ids[where]] = where  # the last write per sequence wins
-    fed = np.maximum(last_sampled - starts[:-1], 0)[index]
-    order = np.argsort(-fed, kind="stable")
-    index, fed = index[order][: np.count_nonzero(fed)], fed[order][: np.count_nonzero(fed)]
-    result, first = [], 0
-    while first < len(index):
-        total = np.cumsum(fed[first:])
-        count = max(1, int(np.searchsorted(total, token_budget, side="right")))
-        result.append(_micro_batch(batch, index[first : first + count], fed[first : first + count]))
-        first += count
-    return result
+    sequence = batch.sequence_ids[where]
+    first, last = np.full(batch.n_sequences, -1), np.full(batch.n_sequences, -1)
+    first[sequence[::-1]], last[sequence] = where[::-1], where  # the last write of a sequence wins
+    found: dict[tuple[int, bytes], list[int]] = {}
+    for i in index[first[index] >= 0].tolist():
+        found.setdefault((int(batch.groups[i]), batch.tokens[starts[i] : first[i]].tobytes()), []).append(i)
+    families = []
+    for members_list in found.values():
+        members = np.array(members_list)
+        tails = last[members] - first[members]
+        order = np.argsort(-tails, kind="stable")
+        families.append(_Family(members[order], int(first[members[0]] - starts[members[0]]), tails[order]))
+    return sorted(families, key=lambda family: -(family.prompt + int(family.tails[0])))
+
+
+def _ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
+    """arange(s, s + n) of every start and length, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
@@ -92,37 +138,57 @@ def demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batc
     )
 
 
-def empty_micro_batch() -> MicroBatch:
+def empty_micro_batch(padded: bool) -> MicroBatch:
     """One token and no rows: lets a rank with nothing left to do take part in the collectives of the forward."""
     none = torch.empty(0, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
-        tokens=zero, positions=zero, layout=layout_of(np.ones(1, np.int64)), rows=none, targets=none, support=None,
+        tokens=zero, positions=zero, layout=layout_of(np.zeros(1, np.int64), np.ones(1, np.int64), padded), rows=none, targets=none, support=None,
         sequence=none, sequences=np.empty(0, np.int64), source=np.empty(0, np.int64),
     )  # fmt: skip
 
 
-def _micro_batch(batch: Batch, index: NDArray[Any], fed: NDArray[Any]) -> MicroBatch:
-    packed_starts = np.concatenate([[0], np.cumsum(fed)])
-    positions = np.arange(packed_starts[-1]) - np.repeat(packed_starts[:-1], fed)
-    token_index = np.repeat(batch.starts[index].astype(np.int64), fed) + positions
-    rows = np.flatnonzero(batch.sampled[token_index + 1])
-    source = token_index[rows] + 1
-    support = None
-    if batch.support is not None:
-        support = batch.support[source].astype(np.int64)
-        outside = ~(support == batch.tokens[source][:, None]).any(1)
-        if outside.any():
-            raise ValueError(f"sampled token {int(source[outside.argmax()])} of the batch is outside its own support")
-        support = torch.from_numpy(support)
+def _micro_batch(batch: Batch, families: list[_Family], padded: bool) -> MicroBatch:
+    """Packs [prompt, tail, tail, …] of every family."""
+    starts = batch.starts.astype(np.int64)
+    members = np.concatenate([family.members for family in families])
+    prompts = np.concatenate([np.full(len(family.members), family.prompt) for family in families])
+    tails = np.concatenate([family.tails for family in families])
+    leader = np.concatenate([np.arange(len(family.members)) == 0 for family in families])
+    # Packed row at which each member's tail and its family's prompt begin.
+    own = tails + np.where(leader, prompts, 0)
+    tail_at = np.cumsum(own) - tails
+    prompt_at = (tail_at - prompts)[leader][np.cumsum(leader) - 1]
+
+    # From here on longest first. Pieces alternate: prompt of a member, tail of a member.
+    order = np.argsort(-(prompts + tails), kind="stable")
+    members, prompts, tails = members[order], prompts[order], tails[order]
+    lengths = prompts + tails
+    pieces = np.stack([prompt_at[order], tail_at[order]], 1).reshape(-1)
+    rows_of_slots = _ranges(pieces, np.stack([prompts, tails], 1).reshape(-1))
+    tokens_of_slots = _ranges(starts[members], lengths)
+    fed = np.empty(own.sum(), np.int64)  # batch index of every packed token
+    fed[rows_of_slots] = tokens_of_slots
+    predicts = np.flatnonzero(batch.sampled[tokens_of_slots + 1])
+    source = tokens_of_slots[predicts] + 1
     return MicroBatch(
-        tokens=torch.from_numpy(batch.tokens[token_index].astype(np.int64)),
-        positions=torch.from_numpy(positions),
-        layout=layout_of(fed),
-        rows=torch.from_numpy(rows),
+        tokens=torch.from_numpy(batch.tokens[fed].astype(np.int64)),
+        positions=torch.from_numpy(fed - starts[batch.sequence_ids[fed]]),
+        layout=layout_of(rows_of_slots, lengths, padded),
+        rows=torch.from_numpy(rows_of_slots[predicts]),
         targets=torch.from_numpy(batch.tokens[source].astype(np.int64)),
-        support=support,
-        sequence=torch.from_numpy(np.repeat(np.arange(len(index)), fed)[rows]),
-        sequences=index,
+        support=_support(batch, source),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(members)), lengths)[predicts]),
+        sequences=members,
         source=source,
     )
+
+
+def _support(batch: Batch, source: NDArray[Any]) -> Tensor | None:
+    if batch.support is None:
+        return None
+    support = batch.support[source].astype(np.int64)
+    outside = ~(support == batch.tokens[source][:, None]).any(1)
+    if outside.any():
+        raise ValueError(f"sampled token {int(source[outside.argmax()])} of the batch is outside its own support")
+    return torch.from_numpy(support)

@@ -33,6 +33,7 @@ from trainer.algo.kl import kl_loss
 from trainer.algo.loss import denominator, policy_loss
 from trainer.algo.mismatch import mismatch
 from trainer.algo.parts import Mean, masked_mean
+from trainer.attention import needs_padding
 from trainer.model import Policy, build_model, reshard
 from trainer.pack import MicroBatch, demonstrations, empty_micro_batch, micro_batches
 from trainer.settings import SftConfig, TrainerConfig, learning_rate
@@ -76,6 +77,7 @@ class Trainer:
         """
         self.config, self.algo, self.device, self.model_dir = config, algo, device, model_dir
         self.max_response_tokens = max_response_tokens
+        self.padded = needs_padding(device, DTYPES[config.dtype])
         self.total_updates = total_steps * config.updates_per_rollout
         self.world = dist.get_world_size()
         if self.world % config.replicas:
@@ -131,7 +133,8 @@ class Trainer:
                 done += 1
                 norms.append(norm)
         micro_count = sum(len(update) for update in updates)
-        tokens = self._sum(sum(len(work.micro.tokens) for update in updates for work in update if len(work.roll_R)))
+        fed = self._sum(sum(len(work.micro.tokens) for update in updates for work in update if len(work.roll_R)))
+        tokens = self._sum(batch.n_tokens)
         metrics = tally.result()
         seconds = time.perf_counter() - began
         return metrics | {
@@ -139,7 +142,7 @@ class Trainer:
             "trainer/lr": rate,
             "trainer/updates": float(done),
             "trainer/micro_batches": float(micro_count),
-            "trainer/packed_frac": tokens / max(1, micro_count * self.world * self.config.tokens_per_micro_batch),
+            "trainer/packed_frac": fed / max(1, micro_count * self.world * self.config.tokens_per_micro_batch),
             "trainer/tokens_per_s": tokens / seconds,
         }
 
@@ -160,11 +163,11 @@ class Trainer:
 
     def _equal_counts(self, batch: Batch, shares: list[NDArray[Any]]) -> list[list[MicroBatch]]:
         """The micro-batches of every update, padded with empty ones to the largest number of any rank."""
-        result = [micro_batches(batch, share, self.config.tokens_per_micro_batch) for share in shares]
+        result = [micro_batches(batch, share, self.config.tokens_per_micro_batch, self.padded) for share in shares]
         counts = torch.tensor([len(micros) for micros in result], device=self.device)
         dist.all_reduce(counts, dist.ReduceOp.MAX)
         for micros, count in zip(result, counts.tolist()):
-            micros.extend(empty_micro_batch() for _ in range(count - len(micros)))
+            micros.extend(empty_micro_batch(self.padded) for _ in range(count - len(micros)))
         return result
 
     def _work(self, batch: Batch, micro: MicroBatch, advantages_N: Tensor) -> Work:
