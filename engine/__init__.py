@@ -1,1 +1,1 @@
-"""The rollout side: SGLang, tasks and rewards. Imports nothing: SGLang imports this package while it looks for platforms."""
+"""The rollout side: SGLang, tasks, rewards. Imports nothing, as SGLang imports it while looking for platforms."""

@@ -154,7 +154,7 @@ class _Updater:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        # Serializing moves a CPU tensor's storage into shared memory of torch's own; the copy keeps staging where it is.
+        # Serializing moves a CPU tensor's storage into shared memory of torch's own: it must be a copy of staging.
         flat = staging.clone()
         metadata = [
             FlattenedTensorMetadata(

@@ -5,6 +5,7 @@ process groups would wait for them), a private socket, and a staging buffer in s
 to a log file, whose tail is part of the error when it dies.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -51,8 +52,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     context_length: Annotated[int, doc("Longest prompt and response together.", unit="tokens", ge=2)] = 4096
     max_running_requests: Annotated[int, doc("Sequences decoded at the same time.", unit="sequences", ge=1)] = 256
     kv_cache_tokens: Annotated[
-        int, doc("Size of the KV cache; 0: from gpu_memory_fraction on GPUs, enough for all requests on CPUs.", unit="tokens", ge=0)
-    ] = 0  # fmt: skip
+        int,
+        doc("KV cache; 0: what gpu_memory_fraction leaves, or on CPUs enough for all requests.", unit="tokens", ge=0),
+    ] = 0
     gpu_memory_fraction: Annotated[
         float, doc("Share of GPU memory for weights and KV cache (SGLang's mem_fraction_static).", gt=0, lt=1)
     ] = 0.7
@@ -137,7 +139,7 @@ class EngineHost:
         self.info = message
 
     def restart(self) -> None:
-        """Ends what is left of the child and starts a new one, without weights. Raises EngineDied past `max_restarts`."""
+        """Ends what is left of the child and starts a new one, without weights. EngineDied past `max_restarts`."""
         self.close()
         if self.starts > self.config.max_restarts:
             raise EngineDied(f"the engine died {self.starts} times: engine.max_restarts = {self.config.max_restarts}")
@@ -182,10 +184,8 @@ class EngineHost:
         if self.process is None:
             return
         assert self.channel is not None
-        try:
+        with contextlib.suppress(OSError):  # it may be gone already
             self.channel.send(Stop())
-        except OSError:
-            pass  # it is gone already: nothing to ask
         self.channel.close()
         try:
             self.process.wait(_STOP_S)
@@ -215,6 +215,7 @@ class EngineHost:
     def _environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_TORCHRUN)}
         kept.pop("SGLANG_USE_CPU_ENGINE", None)  # it would import sgl_kernel, which needs libcuda
+        kept.pop("SGLANG_FP8_IGNORED_LAYERS", None)  # it would quantize other layers than the `fp8` section says
         if self.device.type == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             index = self.device.index or 0

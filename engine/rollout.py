@@ -51,9 +51,13 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out evaluation."""
 
-    every: Annotated[int, doc("Steps between evaluations (also before the first and after the last); 0: never.", unit="steps", ge=0)] = 10  # fmt: skip
+    every: Annotated[
+        int, doc("Steps between evaluations, the first before training, one at the end; 0: never.", unit="steps", ge=0)
+    ] = 10
     prompts: Annotated[int, doc("Held-out prompts.", unit="prompts", ge=1)] = 64
-    samples: Annotated[int, doc("Responses per prompt; accuracy is their mean, pass@samples is reported.", unit="samples", ge=1)] = 1  # fmt: skip
+    samples: Annotated[
+        int, doc("Responses per prompt, k: accuracy (pass@1) is over all, pass@k over prompts.", unit="samples", ge=1)
+    ] = 1
     temperature: Annotated[float, doc("Sampling temperature; 0 is greedy.", ge=0)] = 1.0
     top_p: Annotated[float, doc("Keep the smallest set of tokens with this probability.", gt=0, le=1)] = 1.0
     correct_reward: Annotated[float, doc("Reward from which a response counts as correct.")] = 1.0
@@ -112,7 +116,7 @@ class Sampler:
         rank: int,
         world: int,
     ):
-        """`end_tokens` are the model's own end-of-text ids. Raises ValueError for a stop string that is not one token."""
+        """`end_tokens` are the model's end-of-text ids. Raises ValueError for a stop string that is not one token."""
         self.host, self.prompts, self.rewards, self.config, self.evaluation = host, prompts, rewards, config, evaluation
         self.rank, self.world = rank, world
         stop = tuple(_token_id(prompts.tokenizer, text) for text in config.stop)

@@ -59,7 +59,7 @@ class Wire(msgspec.Struct, frozen=True):
     dtype: torch.dtype  # of what is not quantized
 
     def encode(self, name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-        """One parameter (fp32 master) as one or two named tensors. Raises ValueError naming it if it holds a NaN or Inf."""
+        """One parameter (fp32 master) as one or two named tensors. ValueError naming it if it holds a NaN or Inf."""
         if self.fp8.is_quantized(name, tuple(weight.shape), self.n_layers):
             codes, scale = quantize(
                 weight, self.fp8.granularity, self.fp8.scales, amax_floor=self.fp8.amax_floor, name=name

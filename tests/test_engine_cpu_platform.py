@@ -175,7 +175,9 @@ def test_moe_fp8_computes_with_the_weights_of_the_last_update_only(tmp_path):
         check_shape(own)
         error = errors(made, own)
         print(f"FP8 error: median {error.median():.1e}, 90% {error.quantile(0.9):.1e}, max {error.max():.1e}")
-        # Sums in another order may put an activation on the other side of a rounding boundary: few, and one step each.
-        assert error.median() < 1e-5 and error.quantile(0.9) < 1e-2 and error.max() < 0.1
+        # Most tokens agree to float32. Sums in another order put a few activations on the other side of a rounding
+        # boundary, a whole FP8 step away, and every later token of that sequence sees it.
+        # (Two transformers forwards, in float32 and float64, are further apart: 31 to 44 % of tokens, up to 0.6.)
+        assert error.quantile(0.8) < 1e-5 and error.mean() < 1e-2
     for made in references[:-1]:  # a stale dequantized weight would answer like one of these
         assert errors(made, answers[-1]).median() > 0.1

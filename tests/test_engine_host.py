@@ -8,6 +8,7 @@ import os
 import signal
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -100,7 +101,7 @@ def oracle_logprobs(model, prompt, response, temperature=1.0, support=None):
 
 def sample(host, prompts, sampling):
     done = []
-    for finished, arena in host.generate(prompts, sampling):
+    for finished, arena in host.generate(prompts, sampling):  # noqa: B007
         done += finished
     assert sorted(done) == list(range(len(prompts)))
     return arena
@@ -220,10 +221,7 @@ def test_a_killed_and_a_stuck_engine(setup, tmp_path):
     assert compare(host, pushed, tmp_path / "again", Sampling(16, stop_token_ids=(EOS,)))[0] < 2e-3
     pid = host.process.pid
     os.kill(pid, signal.SIGSTOP)
-    host.config = type(host.config)(
-        **{f: getattr(host.config, f) for f in host.config.__struct_fields__}
-        | {"stall_timeout_s": 2.0, "max_restarts": 1}
-    )
+    host.config = msgspec.structs.replace(host.config, stall_timeout_s=2.0, max_restarts=1)
     with pytest.raises(EngineDied, match="gave no sign for 2 s while generating"):
         sample(host, prompts(8), Sampling(100))
     with pytest.raises(ProcessLookupError):

@@ -3,11 +3,11 @@
 The T tokens of a micro-batch lie in a single row; sequences never see each other, and sequences of one prompt share its
 tokens. Before the kernel, packed rows are copied into slots, where every sequence is whole again; afterwards each row
 takes its result from one of its slots (a shared prompt token has several, all equal). On CUDA the slots are dense and
-go through the variable-length flash kernel. The CPU has no such kernel, so its slots are right-padded buckets of similar
-length for causal SDPA: no T x T mask, and padding comes after every real token, where causality hides it. The layout
-travels in the forward keyword `layout`; transformers builds no mask for an attention interface without a mask function.
+go through the variable-length flash kernel. The CPU has no such kernel, so its slots are right-padded buckets of
+similar length for causal SDPA: no T x T mask, and padding comes after every real token, where causality hides it. The
+layout travels in the forward keyword `layout`; transformers builds no mask for an interface without a mask function.
 
-Shape letters: T packed rows, P slots, H query heads, G key/value heads, D head dim, N sequences in a bucket of length L.
+Shape letters: T packed rows, P slots, H query heads, G key/value heads, D head dim, N sequences of a bucket, L long.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,8 @@
 """Packs the sequences of a Batch into micro-batches of a bounded number of tokens.
 
-Only what the loss needs is fed, once: a sequence up to the token before its last sampled one (later tokens predict
-nothing that was sampled), the prompt that several sequences share a single time (in a causal model its hidden states are
-the same for all of them, and their gradients add up), and the head runs only on rows whose next token was sampled.
+Only what the loss needs is fed, and once: a sequence up to the token before its last sampled one (later tokens predict
+nothing that was sampled); a prompt that several sequences share a single time (in a causal model its hidden states are
+the same for all of them, and their gradients add up). The head runs only on rows whose next token was sampled.
 Families of similar length come together, so that little padding is needed where the attention kernel pads (CPU).
 """
 
@@ -143,9 +143,16 @@ def empty_micro_batch(padded: bool) -> MicroBatch:
     none = torch.empty(0, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
-        tokens=zero, positions=zero, layout=layout_of(np.zeros(1, np.int64), np.ones(1, np.int64), padded), rows=none, targets=none, support=None,
-        sequence=none, sequences=np.empty(0, np.int64), source=np.empty(0, np.int64),
-    )  # fmt: skip
+        tokens=zero,
+        positions=zero,
+        layout=layout_of(np.zeros(1, np.int64), np.ones(1, np.int64), padded),
+        rows=none,
+        targets=none,
+        support=None,
+        sequence=none,
+        sequences=np.empty(0, np.int64),
+        source=np.empty(0, np.int64),
+    )
 
 
 def _micro_batch(batch: Batch, families: list[_Family], padded: bool) -> MicroBatch:

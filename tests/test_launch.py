@@ -1,0 +1,267 @@
+"""`python launch.py`: what a user types, what comes back, and whole runs with the real engine.
+
+The runs are few, because each starts SGLang: one that loses its engine on the way and is resumed afterwards, and one on
+two ranks with everything unusual turned on.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+import launch
+from config import Config
+from records.metrics import METRICS
+from settings import field_docs, find_recipe, load, recipes, undocumented
+
+ROOT = Path(__file__).resolve().parents[1]
+ALWAYS = [  # metrics of every step
+    "engine/reward_mean",
+    "engine/tokens_per_s",
+    "trainer/mismatch_k1",
+    "trainer/mismatch_k3",
+    "trainer/correction_truncated_frac",
+    "trainer/clip_frac_pos",
+    "trainer/clip_frac_neg",
+    "trainer/entropy",
+    "trainer/grad_norm",
+    "trainer/tokens_per_s",
+    "sync/swap_s",
+    "sync/bytes",
+    "sync/version",
+    "time/rollout_s",
+    "time/train_s",
+    "time/sync_s",
+    "time/step_s",
+]
+SMALL = ["sft.steps=3", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.prompts=8"]
+SMALL += ["engine.max_running_requests=32"]
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def call(capsys, *arguments):
+    status = launch.main(list(arguments))
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_list_and_print_config(capsys):
+    status, out, _ = call(capsys, "--list")
+    names = {line.split()[0] for line in out.splitlines()}
+    assert status == 0 and {"demo", "smollm2_135m", "qwen3_8b", "qwen3_30b_a3b"} <= names
+    status, out, _ = call(capsys, "--config", "demo", "trainer.lr=5e-5", "--print-config")
+    assert status == 0 and yaml.safe_load(out)["trainer"]["lr"] == 5e-5
+
+
+def test_help_names_every_field(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    status, out, _ = call(capsys, "--help")
+    assert status == 0 and undocumented(Config) == []
+    for doc in field_docs(Config):
+        assert doc.path.rpartition(".")[2] in out
+
+
+@pytest.mark.parametrize("name", [name for name, _ in recipes(ROOT / "configs")])
+def test_every_recipe_resolves(name):
+    config = load(Config, find_recipe(name, ROOT / "configs"))
+    assert config.name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config NAME_OR_PATH is missing"),
+        (["--config", "demmo"], "did you mean demo"),
+        (["--config", "demo", "trainer.lrr=1"], "trainer.lrr = 1: unknown key; did you mean trainer.lr"),
+        (["--config", "demo", "trainer.lr=fast"], 'trainer.lr = "fast": expected float'),
+        (["--config", "demo", "model.path=x"], "model: model needs exactly one of path and preset"),
+        (["--config", "demo", "rollout.group_size=1"], "rollout.group_size = 1"),
+        (["--config", "demo", "rollout.max_tokens=64"], "leaves no room for a prompt"),
+        (["--config", "demo", "trainer.updates_per_rollout=1000"], "more than the 256 samples"),
+        (["--config", "demo", "rollout.replay_support=true"], "set top_k from 1 to 1024"),
+        (["--config", "demo", "algo.correction.mode=bypass"], "importance: none"),
+        (["--config", "demo", "task.name=arithmetik"], "arithmetic"),
+        (["--config", "demo", "task.params.kind=sorted"], "task"),
+        (["--config", "demo", "cluster.ranks=99"], "less than cluster.ranks = 99"),
+        (["--config", "qwen3_8b"], "dapo-math-17k.jsonl: no such file"),
+        (["--config", "demo", "--resume", "--run-dir", "nowhere"], "there is no run in nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, arguments, message):
+    status, out, err = call(capsys, *arguments)
+    assert status == 2 and out == ""
+    assert err.startswith("config error: ") and err.count("\n") == 1 and message in err
+
+
+def test_cuda_without_a_gpu_says_so(capsys):
+    status, _, err = call(capsys, "--config", "demo", "cluster.device=cuda")
+    assert status == 2 and "no CUDA device is visible" in err
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def start(run_dir, *arguments):
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, str(ROOT / "launch.py"), "--run-dir", str(run_dir), *arguments]
+    return subprocess.Popen(
+        command, cwd=run_dir.parent, env=environment | {"PYTHONPATH": str(run_dir.parent)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run of three steps whose engine is killed after the first; (directory, console output)."""
+    run_dir = tmp_path_factory.mktemp("launch") / "run"
+    saves = ["checkpoint.every=1", "checkpoint.keep_last=2"]
+    process = start(run_dir, "--config", "demo", "steps=3", "eval.every=2", *saves, *SMALL)
+    output, killed = [], False
+    for line in process.stdout:
+        output.append(line)
+        if line.startswith("step 0/3") and not killed:
+            killed = True
+            children = psutil.Process(process.pid).children(recursive=True)
+            (child,) = [c for c in children if "engine.child" in c.cmdline()]
+            os.kill(child.pid, signal.SIGKILL)
+    assert process.wait() == 0, "".join(output)
+    return run_dir, "".join(output)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_run_survives_its_engine_and_leaves_everything_behind(interrupted):
+    run_dir, output = interrupted
+    assert "SIGKILL" in output and "started again" in output
+    steps = metrics_of(run_dir)
+    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    for record in steps[:3]:
+        assert set(ALWAYS) <= set(record) and set(record) - {"step", "time"} <= set(METRICS)
+        assert record["sync/verified_params"] == 55 and record["sync/version"] == record["step"] + 1
+        assert abs(record["trainer/mismatch_k1"]) < 0.05, "trainer and engine must have the same weights"
+        assert record["trainer/grad_norm"] > 0
+    assert (
+        "engine/eval_accuracy" in steps[0] and "engine/eval_accuracy" in steps[2] and "engine/eval_accuracy" in steps[3]
+    )
+    assert steps[0]["engine/restarts"] == 0 and steps[2]["engine/restarts"] == 1
+    samples = lines(run_dir / "samples.jsonl")
+    assert {s["version"] for s in samples} == {0, 1, 2} and all(s["version"] == s["step"] for s in samples)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["rollout"]["group_size"] == 4
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+    page = (run_dir / "report.html").read_text()
+    assert "engine/reward_mean" in page and list((run_dir / "tb").iterdir())
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_the_export_is_what_the_engine_served(interrupted):
+    """transformers loads the export, and finds the mismatch of the last samples as small as the run said."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_dir, _ = interrupted
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer("sort: 31415=").input_ids])).logits
+    assert torch.isfinite(logits).all() and logits.shape[-1] == 64
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_resume_goes_on_where_the_run_stopped(interrupted):
+    run_dir, _ = interrupted
+    before = metrics_of(run_dir)
+    quiet = ["eval.every=0", "checkpoint.every=0", "checkpoint.export_hf=false"]
+    process = start(run_dir, "--config", "demo", "--resume", "steps=4", *quiet, *SMALL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    steps = metrics_of(run_dir)
+    assert [record["step"] for record in steps] == [0, 1, 2, 3] and steps[:3] == before[:3]
+    assert steps[3]["sync/version"] == 4
+    prompts = [{s["prompt"] for s in lines(run_dir / "samples.jsonl") if s["step"] == step} for step in (0, 3)]
+    assert not prompts[0] & prompts[1], "the resumed run drew the first prompts again"
+
+
+USER_TASK = '''
+"""A task whose rewards misbehave: one in eight raises, one in sixteen hangs."""
+import time
+from engine.tasks.base import Example
+
+
+class Task:
+    n_train, n_held_out = None, 16
+
+    def train(self, index):
+        return Example(prompt=f"{index % 1000}=", metadata={"index": index})
+
+    def held_out(self, index):
+        return Example(prompt=f"{1000 + index}=", metadata={"index": -1})
+
+    def reward(self, example, completion):
+        kind = hash(completion) % 16
+        if kind in (0, 1):
+            raise RuntimeError("no reward today")
+        if kind == 2:
+            time.sleep(60)
+        return len(completion) / 8
+
+
+def make(seed):
+    return Task()
+'''
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_two_ranks_with_everything_unusual(tmp_path):
+    (tmp_path / "user_task.py").write_text(USER_TASK)
+    process = start(
+        tmp_path / "run", "--config", "demo", "steps=2", "cluster.ranks=2", "cluster.threads=1",
+        "task={name: 'user_task:make', reward_timeout_s: 0.5}", "sft.steps=0", "model.preset=tiny-qwen3",
+        "rollout.prompts_per_step=6", "rollout.group_size=4", "rollout.top_k=8", "rollout.top_p=0.9",
+        "rollout.replay_support=true", "rollout.dynamic_sampling=true", "rollout.max_rounds=2", "eval.every=2",
+        "eval.prompts=4", "eval.samples=2", "trainer.updates_per_rollout=2", "algo.kl.coef=0.01",
+        "algo.correction={importance: mis, rejection: [seq_max_k2], normalize: true}", "fp8.scales=pow2",
+        "fp8.num_first_layers_in_bf16=1", "engine.max_running_requests=32", "checkpoint.export_hf=false",
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    steps = metrics_of(tmp_path / "run")
+    assert [record["step"] for record in steps] == [0, 1, 2]
+    for record in steps[:2]:
+        assert abs(record["trainer/mismatch_k1"]) < 0.02 and record["trainer/updates"] == 2
+        assert record["engine/samples"] % 24 == 0 and record["engine/reward_failed_frac"] < 0.6
+        assert "trainer/kl_ref" in record
+    assert sum(r["engine/reward_failed_frac"] + r["engine/reward_timeout_frac"] for r in steps[:2]) > 0
+    assert "engine/eval_pass_at_k" in steps[2] and (tmp_path / "run" / "engine-rank1.log").exists()
+    assert "no reward today" in output or "no reward within" in output
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path):
+    process = start(tmp_path / "run", "--config", "demo", "engine.sglang={attention_backend: no_such_backend}", *SMALL)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 1 and "engine-rank0.log" in output and "no_such_backend" in output
+    assert re.search(r"rank 0 failed with exit status 1; results so far", output), output
+    assert time.monotonic() - began < 300
