@@ -136,16 +136,20 @@ def prompts(n, seed=0):
 
 
 def compare(host, pushed, directory, sampling):
-    """Largest difference between engine and oracle log-probs, and the same against the weights before this version."""
+    """Median difference between engine and oracle log-probs [nats], and the arena.
+
+    The median, because FP8 activations are steps: where float32 rounding differs by 1e-7 next to a rounding boundary, one
+    activation moves by 6 %, or a token goes to another expert, and a few log-probs differ visibly.
+    """
     arena = sample(host, prompts(12), sampling)
     oracle = quantize_activations(pushed.oracle(directory))
-    worst = 0.0
+    differences = []
     for i, prompt in enumerate(prompts(12)):
         n = arena.lengths[i]
         support = arena.support[i, :n] if sampling.support else None
         expected = oracle_logprobs(oracle, prompt.tolist(), arena.tokens[i, :n].tolist(), sampling.temperature, support)
-        worst = max(worst, float(np.abs(arena.logprobs[i, :n] - expected).max()))
-    return worst, arena
+        differences += np.abs(arena.logprobs[i, :n] - expected).tolist()
+    return float(np.median(differences)), arena
 
 
 def test_an_engine_without_weights_refuses(setup):
@@ -158,24 +162,26 @@ def test_the_circle_ends_at_exactly_the_pushed_weights(setup, tmp_path):
     host, pushed, _ = setup
     stats = swap(host, pushed, 1)
     assert stats["sync/verified_params"] == 55 and stats["sync/tensors"] == 247
-    worst, arena = compare(host, pushed, tmp_path / "v1", Sampling(16, temperature=0.7, stop_token_ids=(EOS,)))
-    assert worst < 2e-3 and set(arena.versions) == {1}
+    median, arena = compare(host, pushed, tmp_path / "v1", Sampling(16, temperature=0.7, stop_token_ids=(EOS,)))
+    assert median < 1e-4 and set(arena.versions) == {1}
     pushed.perturb(seed=1)
     stale, _ = compare(host, pushed, tmp_path / "stale", Sampling(16, stop_token_ids=(EOS,)))
-    assert stale > 0.05, "the oracle must notice an engine that still has the old weights"
+    assert stale > 0.01, "the oracle must notice an engine that still has the old weights"
     swap(host, pushed, 2)
-    worst, arena = compare(host, pushed, tmp_path / "v2", Sampling(16, stop_token_ids=(EOS,)))
-    assert worst < 2e-3 and set(arena.versions) == {2}
+    median, arena = compare(host, pushed, tmp_path / "v2", Sampling(16, stop_token_ids=(EOS,)))
+    assert median < 1e-4 and set(arena.versions) == {2}
 
 
 def test_replayed_support_is_the_distribution_that_was_sampled_from(setup, tmp_path):
     host, pushed, _ = setup
+    with torch.no_grad():
+        pushed.model.lm_head.weight.mul_(4)  # a peaked distribution, so that every rule cuts somewhere
     swap(host, pushed, 3)
     sampling = Sampling(16, top_k=6, top_p=0.8, min_p=0.05, support=6, stop_token_ids=(EOS,))
-    worst, arena = compare(host, pushed, tmp_path / "s", sampling)
-    assert worst < 2e-3
+    median, arena = compare(host, pushed, tmp_path / "s", sampling)
+    assert median < 1e-4
     kept = [(arena.support[i, : arena.lengths[i]] >= 0).sum(1) for i in range(12)]
-    assert {1, 2, 3} & set(np.concatenate(kept).tolist()) and np.concatenate(kept).max() <= 6
+    assert len(set(np.concatenate(kept).tolist())) > 2 and np.concatenate(kept).max() <= 6
     for i in range(12):
         for token, support in zip(arena.tokens[i, : arena.lengths[i]], arena.support[i]):
             assert token in support, "a token outside the recorded support was sampled"
@@ -218,7 +224,7 @@ def test_a_killed_and_a_stuck_engine(setup, tmp_path):
         sample(host, prompts(1), Sampling(4))
     pushed.perturb(seed=2)
     swap(host, pushed, 5)
-    assert compare(host, pushed, tmp_path / "again", Sampling(16, stop_token_ids=(EOS,)))[0] < 2e-3
+    assert compare(host, pushed, tmp_path / "again", Sampling(16, stop_token_ids=(EOS,)))[0] < 1e-4
     pid = host.process.pid
     os.kill(pid, signal.SIGSTOP)
     host.config = msgspec.structs.replace(host.config, stall_timeout_s=2.0, max_restarts=1)

@@ -116,7 +116,8 @@ def plain_logprobs(model, batch: Batch, temperature: float) -> list[torch.Tensor
 
 def reference_gradient(directory: Path, batch: Batch, temperature: float) -> dict[str, torch.Tensor]:
     """f64 gradient of GRPO with token-mean PPO and token TIS (C = 2) at r = 1, written sequence by sequence."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    experts = {"experts_implementation": "eager"} if "moe" in directory.name else {}  # grouped GEMMs know no f64
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **experts)
     loss = torch.zeros((), dtype=torch.float64)
     for i, logp in enumerate(plain_logprobs(model, batch, temperature)):
         peers = batch.rewards[batch.groups == batch.groups[i]].astype(np.float64)

@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -59,7 +60,8 @@ class Checkpointer:
     def save(self, trainer: Trainer, step: int, extra: dict[str, Any]) -> None:
         """Saves as `step`. `extra` (JSON values, the same on all ranks) is what `restore` returns.
 
-        Waits for the previous save first and raises its error.
+        Waits for the previous save first. RuntimeError if that one, or a synchronous one, could not be written: then
+        nothing has been renamed and the last complete checkpoint stands.
         """
         self.wait()
         partial = self.directory / f"step_{step:06d}.tmp"
@@ -74,12 +76,11 @@ class Checkpointer:
             assert isinstance(written, Future)
             self.in_flight = self.thread.submit(self._finish, partial, written.result)
         else:
-            save(state, checkpoint_id=partial, process_group=self.group)
-            self._finish(partial, lambda: None)
+            self._finish(partial, lambda: save(state, checkpoint_id=partial, process_group=self.group))
             dist.barrier()
 
     def wait(self) -> None:
-        """Returns when no save is in flight; raises the error of one that failed."""
+        """Returns when no save is in flight; raises RuntimeError if it could not be written."""
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None:
             in_flight.result()
@@ -91,7 +92,10 @@ class Checkpointer:
         self.thread.shutdown()
 
     def _finish(self, partial: Path, written: Callable[[], Any]) -> None:
-        written()  # returns after DCP has heard from every rank
+        try:
+            written()  # returns, or raises, after DCP has heard from every rank
+        except CheckpointException as failure:  # a BaseException, which callers would not catch
+            raise RuntimeError(f"checkpoint {partial} could not be written: {_reasons(failure)}") from failure
         if dist.get_rank() == 0:
             final = partial.with_suffix("")
             shutil.rmtree(final, ignore_errors=True)  # the same step, saved by an earlier run
@@ -125,8 +129,10 @@ class Checkpointer:
             if not any(name.startswith(_rng_key() + ".") for name in saved):
                 del state[_rng_key()]  # saved by fewer ranks
             load(state, checkpoint_id=path, process_group=self.group)
-        except Exception as failure:  # any damage to the files shows as any exception; it is reported, not hidden
-            error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1] if str(failure) else ''}"
+        except CheckpointException as failure:
+            error = _reasons(failure)
+        except Exception as failure:  # damaged files raise all kinds of exceptions; every one is reported
+            error = f"{type(failure).__name__}: {failure}"
         else:
             _set_state(trainer, state)
         errors: list[str | None] = [None] * dist.get_world_size()
@@ -138,6 +144,11 @@ def complete(directory: Path) -> list[Path]:
     """The complete checkpoints of a directory, oldest first."""
     found = [path for path in directory.glob("step_*") if COMPLETE.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _reasons(failure: CheckpointException) -> str:
+    """Which rank failed with what, without the tracebacks."""
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failure.failures.items())
 
 
 def _rng_key() -> str:

@@ -82,8 +82,10 @@ class Trainer:
         self.world = dist.get_world_size()
         if self.world % config.replicas:
             raise ValueError(f"replicas {config.replicas} must divide the number of ranks, {self.world}")
-        shape = (self.world,) if config.replicas == 1 else (config.replicas, self.world // config.replicas)
-        mesh = init_device_mesh(device.type, shape)
+        shape, names = (self.world,), ("shard",)
+        if config.replicas > 1:
+            shape, names = (config.replicas, self.world // config.replicas), ("replicate", "shard")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
 
         def build(checkpointing: bool) -> Policy:
             return build_model(

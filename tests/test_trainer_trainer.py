@@ -1,0 +1,272 @@
+"""The step: its gradient against plain transformers and autograd in f64, whatever the micro-batches and ranks."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from trainer_cases import (
+    first_gradient,
+    new_trainer,
+    plain_logprobs,
+    process_group,
+    random_batch,
+    reference_gradient,
+    relative_error,
+    write_model,
+)
+from transformers import AutoModelForCausalLM
+
+from trainer.algo import AlgoConfig
+from trainer.algo.advantages import AdvantageConfig
+from trainer.algo.correction import CorrectionConfig
+from trainer.algo.kl import KlConfig
+from trainer.algo.loss import LossConfig
+from trainer.model import reshard
+from trainer.settings import TrainerConfig, learning_rate
+
+KINDS = ["tiny-qwen3-moe", "llama-tied"]
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def group():
+    with process_group():
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, group):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: write_model(kind, root) for kind in ["tiny-qwen3", *KINDS]}
+
+
+@pytest.fixture(scope="module")
+def exact(models):
+    return {kind: reference_gradient(models[kind], random_batch(gaps=True), TEMPERATURE) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_the_gradient_is_autograds_for_every_token_budget(models, exact, kind, budget):
+    trainer = new_trainer(models[kind], tokens_per_micro_batch=budget)
+    metrics = trainer.step(random_batch(gaps=True))
+    assert relative_error(first_gradient(trainer), exact[kind]) < 1e-5
+    whole = torch.cat([g.flatten() for g in exact[kind].values()]).norm().item()
+    assert metrics["trainer/grad_norm"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_normalised_weights_take_an_extra_pass_and_divide_by_their_mean(models, exact):
+    algo = AlgoConfig(correction=CorrectionConfig(normalize=True))
+    trainer = new_trainer(models["llama-tied"], algo)
+    metrics = trainer.step(random_batch(gaps=True))
+    mean = metrics["trainer/correction_weight_mean"]
+    scaled = {name: g / mean for name, g in exact["llama-tied"].items()}
+    assert relative_error(first_gradient(trainer), scaled) < 1e-5
+
+
+def two_ranks(rank, store, models, results):
+    """One process of two: everything that needs a second rank, in one start-up."""
+    with process_group(rank, 2, store):
+        batch = random_batch(gaps=True)
+        shares = {"halves": [range(0, 4), range(4, 12)], "one empty": [range(12), []]}
+        found = {}
+        for kind in KINDS:
+            for name, share in shares.items():
+                trainer = new_trainer(models[kind])
+                metrics = trainer.step(batch.select(share[rank]))
+                found[kind, name] = (first_gradient(trainer), metrics)
+            found[kind, "weights"] = {name: w.clone() for name, w in trainer.weights()}
+        trainer = new_trainer(
+            models["llama-tied"], AlgoConfig(kl=KlConfig(coef=0.1)), updates_per_rollout=3, replicas=2
+        )
+        trainer.sft_step([([2, 3], [4])] if rank else [], lr=1e-3)
+        trainer.begin_rl()
+        trainer.step(batch.select(shares["one empty"][rank]))
+        found["replicas"] = {name: w.clone() for name, w in trainer.weights()}
+        bad = msgspec.structs.replace(
+            batch.select(shares["halves"][rank]), rewards=np.full(len(shares["halves"][rank]), 1.0, np.float32)
+        )
+        found["degenerate"] = new_trainer(models["llama-tied"]).step(bad)["trainer/grad_norm"]
+        torch.save(found, results / f"{rank}.pt")
+        dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def ranks(models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("ranks")
+    mp.spawn(two_ranks, (root / "store", models, root), nprocs=2)
+    return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", ["halves", "one empty"])
+def test_two_ranks_have_the_gradient_of_one(ranks, exact, models, kind, share):
+    alone = new_trainer(models[kind])
+    expected = alone.step(random_batch(gaps=True))
+    for rank in ranks:
+        gradient, metrics = rank[kind, share]
+        assert relative_error(gradient, exact[kind]) < 1e-5
+        for name in expected.keys() - {"trainer/tokens_per_s", "trainer/micro_batches", "trainer/packed_frac"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_export_the_weights_of_one(ranks, models, kind):
+    trainer = new_trainer(models[kind])
+    trainer.step(random_batch(gaps=True))
+    for name, tensor in trainer.weights():
+        for rank in ranks:
+            # AdamW's first update is lr * sign(g): where g is rounding noise, so is the sign
+            assert (rank[kind, "weights"][name] - tensor).abs().max() <= 2.1e-3, name
+            assert (rank[kind, "weights"][name] - tensor).abs().mean() <= 1e-5, name
+
+
+def test_replicas_agree_after_sft_kl_and_several_updates(ranks):
+    first, second = (rank["replicas"] for rank in ranks)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert ranks[0]["degenerate"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_logprobs_are_row_aligned_and_follow_the_update(models, kind):
+    trainer, batch = new_trainer(models[kind]), random_batch()
+    for _ in range(2):
+        got = trainer.logprobs(batch)
+        model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
+        if trainer.updates:
+            source = dict(model.named_parameters())
+            for name, p in trainer.policy.hf.named_parameters():
+                source[name].data.copy_(p.full_tensor())
+        with torch.no_grad():
+            expected = torch.cat(plain_logprobs(model, batch, TEMPERATURE)).numpy()
+        np.testing.assert_allclose(got[batch.sampled], expected, rtol=0, atol=2e-5)
+        assert (got[~batch.sampled] == 0).all()
+        trainer.step(batch)
+
+
+def test_several_updates_start_at_ratio_one_and_move_away(models):
+    one = new_trainer(models["tiny-qwen3"]).step(random_batch())
+    assert one["trainer/ratio_max"] == 1.0 and one["trainer/updates"] == 1
+    four = new_trainer(models["tiny-qwen3"], updates_per_rollout=4)
+    metrics = four.step(random_batch())
+    assert metrics["trainer/updates"] == 4 == four.updates and metrics["trainer/ratio_max"] > 1.001
+
+
+def test_bypass_takes_the_rollouts_logprobs_as_old(models):
+    algo = AlgoConfig(correction=CorrectionConfig(mode="bypass", importance="none"))
+    batch = random_batch()
+    trainer = new_trainer(models["tiny-qwen3"], algo)
+    ratio = np.exp(np.clip(trainer.logprobs(batch) - batch.logprobs, -20, 20))[batch.sampled]
+    metrics = trainer.step(batch)
+    assert metrics["trainer/ratio_mean"] == pytest.approx(ratio.mean(), rel=1e-4)
+    assert metrics["trainer/ratio_max"] == pytest.approx(ratio.max(), rel=1e-4)
+    assert metrics["trainer/mismatch_rho_mean"] == pytest.approx(ratio.mean(), rel=1e-4)
+
+
+def test_rejected_sequences_leave_numerator_and_denominator(models):
+    """With the limit between two sequences' k3, the gradient is that of a batch without the rejected ones."""
+    batch = random_batch()
+    probe = new_trainer(models["llama-tied"])
+    ell = (probe.logprobs(batch) - batch.logprobs).astype(np.float64)
+    ids = batch.sequence_ids
+    k3 = np.array(
+        [(np.exp(x) - 1 - x)[s].mean() for i in range(12) for x, s in [(ell[ids == i], batch.sampled[ids == i])]]
+    )
+    limit = float(np.median(k3))
+    correction = CorrectionConfig(rejection=("seq_mean_k3",), seq_mean_k3_max=limit)
+    kept = new_trainer(models["llama-tied"], AlgoConfig(correction=correction))
+    assert kept.step(batch)["trainer/correction_rejected_seq_frac"] == 0.5
+    other = new_trainer(models["llama-tied"])
+    sampled = batch.sampled & (k3 <= limit)[ids]
+    other.step(msgspec.structs.replace(batch, sampled=sampled))
+    assert relative_error(first_gradient(kept), first_gradient(other)) < 1e-5
+
+
+def test_the_reference_policy_is_the_one_rl_began_with(models):
+    trainer = new_trainer(models["tiny-qwen3"], AlgoConfig(kl=KlConfig(coef=0.1)))
+    trainer.sft_step([([2, 3], [4, 5, 1])], lr=1e-2)
+    trainer.begin_rl()
+    batch = random_batch()
+    assert trainer.step(batch)["trainer/kl_ref"] == pytest.approx(0, abs=1e-9)
+    assert trainer.step(batch)["trainer/kl_ref"] > 1e-5
+
+
+def test_every_algorithm_runs_through_the_step(models):
+    for algo in (
+        AlgoConfig(loss=LossConfig(objective="gspo", aggregation="sequence_mean")),
+        AlgoConfig(loss=LossConfig(objective="cispo", aggregation="constant", constant_length=16)),
+        AlgoConfig(advantage=AdvantageConfig(name="reinforce_pp"), correction=CorrectionConfig(mode="off")),
+    ):
+        metrics = new_trainer(models["tiny-qwen3"], algo).step(random_batch())
+        assert all(np.isfinite(value) for value in metrics.values()) and metrics["trainer/grad_norm"] > 0
+
+
+def test_the_support_renormalises_the_logprobs(models):
+    batch = random_batch()
+    support = np.stack([batch.tokens, np.full_like(batch.tokens, -1)], 1)
+    assert (
+        np.abs(new_trainer(models["tiny-qwen3"]).logprobs(msgspec.structs.replace(batch, support=support))).max() == 0
+    )
+
+
+@pytest.mark.parametrize("where", ["weights", "advantage"])
+def test_a_non_finite_update_is_refused_and_nothing_applied(models, where):
+    trainer, batch = new_trainer(models["tiny-qwen3"]), random_batch()
+    trainer.step(batch)
+    before = [p.full_tensor().clone() for p in trainer.policy.parameters()]
+    if where == "advantage":  # grows beyond f32 in the loss
+        batch = msgspec.structs.replace(batch, rewards=batch.rewards * np.float32(1e38))
+        trainer.algo = AlgoConfig(advantage=AdvantageConfig(name="dr_grpo"))
+        with pytest.raises(FloatingPointError, match=r"update 1: .*not applied"):
+            trainer.step(batch)
+    else:
+        with torch.no_grad():
+            next(iter(trainer.policy.parameters())).to_local().fill_(torch.nan)
+        with pytest.raises((FloatingPointError, ValueError), match=r"nan|non-finite"):
+            trainer.step(batch)
+        before[0].fill_(torch.nan)
+        reshard(trainer.policy)  # the error came between forward and backward
+    for p, old in zip(trainer.policy.parameters(), before):
+        assert torch.equal(p.full_tensor().nan_to_num(), old.nan_to_num())
+
+
+def test_supervised_steps_reduce_the_loss(models):
+    trainer = new_trainer(models["tiny-qwen3-moe"])
+    pairs = [([10 + i, 12], [20 + i, 21, 22 + i, 1]) for i in range(6)]
+    losses = [trainer.sft_step(pairs, lr=3e-3)["trainer/loss"] for _ in range(25)]
+    assert losses[0] > 3.5 and losses[-1] < 0.5
+
+
+def test_bf16_stays_near_fp32_and_keeps_fp32_masters(models):
+    batch, found = random_batch(), {}
+    for dtype in ("fp32", "bf16"):
+        trainer = new_trainer(models["tiny-qwen3-moe"], dtype=dtype)
+        found[dtype] = trainer.logprobs(batch)
+        assert np.isfinite(trainer.step(batch)["trainer/grad_norm"])
+        assert {p.dtype for p in trainer.policy.parameters()} == {torch.float32}
+    difference = np.abs(found["bf16"] - found["fp32"])[batch.sampled]
+    assert 1e-4 < difference.mean() < 0.05
+
+
+def test_clipping_scales_to_the_limit(models, exact):
+    trainer = new_trainer(models["llama-tied"], max_grad_norm=1e-3)
+    norm = trainer.step(random_batch(gaps=True))["trainer/grad_norm"]
+    clipped = {name: g * (1e-3 / norm) for name, g in exact["llama-tied"].items()}
+    assert norm > 1e-2 and relative_error(first_gradient(trainer), clipped) < 1e-5
+
+
+def test_the_schedule():
+    def rates(schedule):
+        config = TrainerConfig(lr=1.0, warmup_steps=2, schedule=schedule)
+        return [learning_rate(config, update, 6) for update in range(6)]
+
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1]
+    assert rates("linear") == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    assert rates("cosine") == pytest.approx([0.5, 1, 1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+
+
+def test_replicas_must_divide_the_ranks(models):
+    with pytest.raises(ValueError, match="replicas 2 must divide"):
+        new_trainer(models["tiny-qwen3"], replicas=2)
