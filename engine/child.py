@@ -65,7 +65,9 @@ def main(fd: int) -> None:
 
 class _Child:
     def __init__(self, engine: Any, channel: "Channel[Any]", staging: SharedBytes, reports: Path):
-        self.engine, self.channel = engine, channel
+        from sglang.srt.managers import io_struct
+
+        self.engine, self.channel, self.io = engine, channel, io_struct
         self.receiver = Receiver(staging, _Updater(engine, reports))
         self.generation: asyncio.Task[None] | None = None
         self.finished: list[int] = []
@@ -105,13 +107,14 @@ class _Child:
 
     async def _sample(self, arena: Arena, i: int, params: dict[str, Any], sampling: Sampling) -> None:
         prompt = arena.prompt(i).tolist()
-        out = await self.engine.async_generate(
+        request = self.io.GenerateReqInput(  # Engine.async_generate has no return_sampling_mask
             input_ids=prompt,
-            sampling_params=params,
+            sampling_params=dict(params),
             return_logprob=True,
-            top_logprobs_num=sampling.support or None,
+            return_sampling_mask=sampling.support > 0,
             return_routed_experts=arena.slots.layers > 0,
         )
+        out = await anext(self.engine.tokenizer_manager.generate_request(request, None))
         meta = out["meta_info"]
         if meta["weight_version"] != str(self.receiver.version):
             raise RuntimeError(f"SGLang served weight version {meta['weight_version']}, not {self.receiver.version}")
@@ -119,7 +122,7 @@ class _Child:
         arena.tokens[i, :n] = out["output_ids"]
         arena.logprobs[i, :n] = [entry[0] for entry in meta["output_token_logprobs"]]
         if sampling.support:
-            _record_support(arena, i, meta["output_top_logprobs"], sampling)
+            _record_support(arena, i, meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"])
         if arena.slots.layers:
             _record_experts(arena, i, len(prompt) + n, meta["routed_experts"])
         arena.versions[i] = self.receiver.version
@@ -240,14 +243,14 @@ def _record_experts(arena: Arena, i: int, n_tokens: int, encoded: str) -> None:
     rows[-1] = -1 if slots.wide else 255
 
 
-def _record_support(arena: Arena, i: int, top: list[list[tuple[float, int, Any]]], s: Sampling) -> None:
-    """Keeps, per token, the candidates that top-k, top-p and min-p left, and renormalises the log-prob over them."""
-    logp = np.array([[entry[0] for entry in row] for row in top], np.float64)  # [n, S], highest first
-    ids = np.array([[entry[1] for entry in row] for row in top], np.int32)
-    p = np.exp(logp)
-    keep = (np.cumsum(p, 1) - p <= s.top_p) & (p >= s.min_p * p[:, :1])
-    arena.support[i, : len(ids)] = np.where(keep, ids, -1)
-    arena.logprobs[i, : len(ids)] -= np.log(np.where(keep, p, 0).sum(1))
+def _record_support(arena: Arena, i: int, kept: list[list[int]], logprobs: list[float]) -> None:
+    """The candidates SGLang chose each token from, and the log-prob of the token among them."""
+    if (widest := max(map(len, kept), default=0)) > arena.slots.support:
+        raise ValueError(f"sample {i}: {widest} tokens were kept, more than top_k = {arena.slots.support}")
+    arena.support[i, : len(kept)] = -1
+    for row, ids in zip(arena.support[i], kept):
+        row[: len(ids)] = ids
+    arena.logprobs[i, : len(kept)] = logprobs
 
 
 if __name__ == "__main__":
