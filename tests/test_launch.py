@@ -42,7 +42,13 @@ ALWAYS = [  # metrics of every step
     "time/sync_s",
     "time/step_s",
 ]
-SMALL = ["sft.steps=3", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.prompts=8"]
+SMALL = [
+    "sft.steps=3",
+    "task.params.partial=true",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=4",
+    "eval.prompts=8",
+]
 SMALL += ["engine.max_running_requests=32"]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from sync.fields import doc
 from trainer import attention, presets
@@ -103,7 +104,14 @@ def _write_once(target: Path, write: Any) -> Path:
 
 
 def _convert_gguf(path: Path, directory: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    """What `from_pretrained(gguf_file=…)` does, without the accelerate package that it asks for and does not use."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    lost = set(missing) - set(model.all_tied_weights_keys)
+    if lost or unexpected:
+        raise ValueError(f"{path}: transformers' GGUF reader does not cover {sorted(lost) or unexpected}")
     model.bfloat16().save_pretrained(directory)
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)
 
