@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 import uuid
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def main(arguments: list[str]) -> int:
         for name, line in recipes(RECIPES):
             print(f"{name:18} {line}")
         return 0
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars would break up ours
     from config import Config  # after --list, since it imports torch
 
     if options.help:
@@ -78,7 +80,10 @@ def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
     run_dir = options.run_dir or _run_dir(config.name, options.resume)
     if options.resume and not run_dir.is_dir():
         raise ConfigError(f"--resume: there is no run in {run_dir}")
+    if not options.resume and (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"--run-dir: {run_dir} holds a run already; continue it with --resume, or choose another")
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -101,8 +106,9 @@ def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"rank {first.local_rank} failed with exit status {first.exitcode}; results so far: {run_dir}",
               file=sys.stderr)  # fmt: skip
         return first.exitcode if first.exitcode in (1, 2) else 1
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, SignalException) as error:
+        print(f"stopped by a signal; --resume --run-dir {run_dir} goes on from the last checkpoint", file=sys.stderr)
+        return 128 + int(getattr(error, "sigval", 2))
     return 0
 
 
@@ -115,11 +121,9 @@ def _run_dir(name: str, resume: bool) -> Path:
 
 def _rank(config, options: argparse.Namespace) -> int:
     """One rank. Never returns on failure: other ranks may be gone, so nothing that waits for them may run."""
-    from engine.host import EngineDied, EngineError
-    from loop import plain, run
+    from loop import USER_ERRORS, describe, run
     from ranks import Ranks
     from records.console import RunConsole
-    from sync.push import SwapError
 
     ranks = Ranks(config.cluster)
     console = RunConsole(active=ranks.first)
@@ -127,12 +131,13 @@ def _rank(config, options: argparse.Namespace) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         run(config, run_dir, options.resume, ranks, console)
-    except (ValueError, OSError, FloatingPointError, EngineDied, EngineError, SwapError, RuntimeError) as error:
-        if type(error) is RuntimeError:
-            raise
-        print(f"error: {error if isinstance(error, EngineDied) else plain(error)}", file=sys.stderr, flush=True)
-        os._exit(1)
-    return 0
+    except USER_ERRORS as error:
+        print(f"error: {describe(error)}", file=sys.stderr, flush=True)
+    except Exception:  # a bug: the traceback is the message
+        traceback.print_exc()
+    else:
+        return 0
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from config import Config
-from engine.host import EngineDied, EngineHost
+from engine.host import EngineDied, EngineError, EngineHost
 from engine.rewards import RewardPool
 from engine.rollout import Rollout, Sample, Sampler, Stats
 from engine.tasks import load_task
@@ -31,6 +31,10 @@ from trainer.model import materialize
 from trainer.trainer import Trainer
 
 _SFT_CURSOR = 1 << 40  # data position of the demonstrations: not those of the rollouts, which count from 0
+
+
+# Errors whose message says all there is to say; anything else is a bug and shows its traceback.
+USER_ERRORS = (ValueError, OSError, FloatingPointError, EngineDied, EngineError, SwapError)
 
 
 class Position(msgspec.Struct):
@@ -323,6 +327,6 @@ def _weight_names(directory: Path) -> list[str]:
     return names
 
 
-def plain(error: BaseException) -> str:
-    """One line for the console."""
-    return " ".join(str(error).split()) or type(error).__name__
+def describe(error: BaseException) -> str:
+    """What the console says of an error: one line, but for the log of an engine that died."""
+    return str(error) if isinstance(error, EngineDied) else " ".join(str(error).split()) or type(error).__name__

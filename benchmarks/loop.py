@@ -138,11 +138,10 @@ def _engine(model: Path, work: Path, fp8: bool) -> Iterator[EngineHost]:
 def _rollout_rate(host: EngineHost, groups: int, seed: int) -> float:
     rng = np.random.default_rng(seed)
     prompts = [row for row in rng.integers(2, VOCABULARY, (groups, 6), np.int32) for _ in range(GROUP_SIZE)]
-    began, arena = time.perf_counter(), None
-    for _, arena in host.generate(prompts, Sampling(max_tokens=64, stop_token_ids=(1, 2))):
-        pass
-    assert arena is not None
-    return float(arena.lengths.sum()) / (time.perf_counter() - began)
+    began, tokens = time.perf_counter(), 0
+    for samples, arena in host.generate(prompts, Sampling(max_tokens=64, stop_token_ids=(1, 2))):
+        tokens += int(arena.lengths[samples].sum())
+    return tokens / (time.perf_counter() - began)
 
 
 # -------------------------------------------------------------------- trainer

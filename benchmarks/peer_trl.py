@@ -1,5 +1,6 @@
-"""TRL's GRPOTrainer as the other side of benchmarks/loop.py; runs in .venv-peers (`make peers`), imports nothing of ours
-but benchmarks/sides.py.
+"""TRL's GRPOTrainer as the other side of benchmarks/loop.py, run in .venv-peers (`make peers`).
+
+Of ours it imports benchmarks/sides.py alone.
 
     .venv-peers/bin/python -m benchmarks.peer_trl JOB      JOB is JSON: kind, model, threads, lr, batch_size, ...
 

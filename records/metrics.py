@@ -84,7 +84,6 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "trainer/updates": ("", "Optimizer updates in the step."),
         "trainer/micro_batches": ("", "Micro-batches in the step, per rank."),
         "trainer/packed_frac": ("frac", "Real tokens among the tokens computed; the rest is padding."),
-        "trainer/sft_loss": ("nats", "Mean negative log-likelihood of the supervised warm start."),
     },
     "Speed": {
         "engine/tokens_per_s": ("tokens/s", "Sampled tokens per second of rollout, all ranks.", "tok/s"),
