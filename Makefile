@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BUSY := $(VENV)/.installing
 
-.PHONY: setup demo test check
+.PHONY: setup demo test check peers
 
 setup: $(STAMP)
 
@@ -34,3 +34,10 @@ check: setup
 	$(PY) -m ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright  # no look-up of newer releases
 	$(PY) -m pytest tests/test_layering.py
+
+# What benchmarks compare against: an environment of its own, which also sees the packages of .venv.
+peers: setup
+	$(PY) -m venv --clear .venv-peers
+	.venv-peers/bin/pip install --quiet --no-deps -r benchmarks/peers.txt
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth

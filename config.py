@@ -17,6 +17,8 @@ from trainer.checkpoint import CheckpointConfig
 from trainer.model import ModelConfig
 from trainer.trainer import SftConfig, TrainerConfig
 
+SGLANG_SPARE = 2  # tokens of the context that SGLang does not fill
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks run. Under torchrun only `device` counts."""
@@ -70,10 +72,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"trainer.updates_per_rollout = {updates} is more than the {groups * self.rollout.group_size} samples "
                 "of a step (rollout.prompts_per_step x rollout.group_size)"
             )
-        if self.rollout.max_tokens >= self.engine.context_length:
+        longest = self.task.max_prompt_tokens + self.rollout.max_tokens + SGLANG_SPARE
+        if longest > self.engine.context_length:
             raise ValueError(
-                f"rollout.max_tokens = {self.rollout.max_tokens} leaves no room for a prompt in "
-                f"engine.context_length = {self.engine.context_length}"
+                f"engine.context_length = {self.engine.context_length} must be at least {longest}: "
+                f"task.max_prompt_tokens + rollout.max_tokens + {SGLANG_SPARE} that SGLang keeps"
+            )
+        if self.fp8.enabled and self.fp8.granularity != "block":
+            raise ValueError(f"fp8.granularity = {self.fp8.granularity}: SGLang is served block only")
+        if self.algo.advantage.overlong.buffer_tokens > self.rollout.max_tokens:
+            raise ValueError(
+                f"algo.advantage.overlong.buffer_tokens = {self.algo.advantage.overlong.buffer_tokens} is more than "
+                f"rollout.max_tokens = {self.rollout.max_tokens}"
+            )
+        if self.cluster.ranks % self.trainer.replicas:
+            raise ValueError(
+                f"trainer.replicas = {self.trainer.replicas} must divide cluster.ranks = {self.cluster.ranks}"
             )
         if self.cluster.ranks > groups:
             raise ValueError(f"rollout.prompts_per_step = {groups} is less than cluster.ranks = {self.cluster.ranks}")

@@ -4,8 +4,12 @@ The same file is what torch elastic (and torchrun, over many nodes) starts as a 
 """
 
 import argparse
+import contextlib
+import ctypes
+import itertools
 import logging
 import os
+import signal
 import sys
 import traceback
 import uuid
@@ -15,6 +19,7 @@ from rich.console import Console
 
 from settings import ConfigError, dump, find_recipe, help_table, load, recipes
 
+_PR_SET_PDEATHSIG = 1
 RECIPES = Path(__file__).resolve().parent / "configs"
 
 
@@ -68,6 +73,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
     """Checks what can be checked without starting anything, then starts the ranks and waits for them."""
     from engine.tasks import load_task
+    from loop import has_run
 
     try:
         ranks = config.cluster.resolved_ranks()
@@ -80,7 +86,7 @@ def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
     run_dir = options.run_dir or _run_dir(config.name, options.resume)
     if options.resume and not run_dir.is_dir():
         raise ConfigError(f"--resume: there is no run in {run_dir}")
-    if not options.resume and (run_dir / "metrics.jsonl").exists():
+    if not options.resume and has_run(run_dir):
         raise ConfigError(f"--run-dir: {run_dir} holds a run already; continue it with --resume, or choose another")
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -114,9 +120,17 @@ def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _run_dir(name: str, resume: bool) -> Path:
     """A new runs/NAME, runs/NAME-2, …; with `resume` the newest that exists."""
-    candidates = [Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10000)]
-    new = next(path for path in candidates if not path.exists())
-    return candidates[max(0, candidates.index(new) - 1)] if resume else new
+    last = Path("runs") / name
+    for n in itertools.count(2):
+        if not resume:
+            with contextlib.suppress(FileExistsError):
+                last.mkdir(parents=True)  # claims it: another run may be starting now
+                return last
+        following = Path("runs") / f"{name}-{n}"
+        if resume and not following.exists():
+            return last
+        last = following
+    raise AssertionError
 
 
 def _rank(config, options: argparse.Namespace) -> int:
@@ -127,17 +141,33 @@ def _rank(config, options: argparse.Namespace) -> int:
 
     ranks = Ranks(config.cluster)
     console = RunConsole(active=ranks.first)
-    run_dir = ranks.share(options.run_dir or _run_dir(config.name, options.resume))
+    run_dir = ranks.share((options.run_dir or _run_dir(config.name, options.resume)) if ranks.first else None)
     run_dir.mkdir(parents=True, exist_ok=True)
+    _end_in_order()
     try:
         run(config, run_dir, options.resume, ranks, console)
     except USER_ERRORS as error:
         print(f"error: {describe(error)}", file=sys.stderr, flush=True)
     except Exception:  # a bug: the traceback is the message
         traceback.print_exc()
+    except SystemExit:
+        print("stopped by a signal", file=sys.stderr, flush=True)
     else:
         return 0
     os._exit(1)
+
+
+def _end_in_order() -> None:
+    """A SIGTERM (torch elastic passes Ctrl-C on as one), or the end of the launcher, unwinds this rank: it closes its
+    engine and writes the report."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from trainer.checkpoint import Checkpointer, export_hf
 from trainer.model import materialize
 from trainer.trainer import Trainer
 
-_SFT_CURSOR = 1 << 40  # data position of the demonstrations: not those of the rollouts, which count from 0
+_SFT_CURSOR = 500_000  # data position of the demonstrations: not those of the rollouts, which count from 0
+_SETTLE_S = 60.0  # longest wait of a failed run for the checkpoint it is writing
 
 
 # Errors whose message says all there is to say; anything else is a bug and shows its traceback.
@@ -71,13 +72,16 @@ class Loop:
         self.names = _weight_names(self.model_dir)
         tokenizer, end_tokens = load_tokenizer(self.model_dir)
         self.prompts = Prompts(load_task(config.task, config.seed), tokenizer, config.task, config.seed)
+        if config.sft.steps:
+            self.prompts.demonstrations(_SFT_CURSOR, 1)  # raises where the task has none
         self.host = self._host()
         stack.callback(self.host.close)
-        self.host.spawn()
         rewards = stack.enter_context(RewardPool(config.task, config.seed))
         self.sampler = Sampler(
             self.host, self.prompts, rewards, config.rollout, config.eval, end_tokens, ranks.rank, ranks.world
         )
+        if ranks.device.type == "cpu":  # on a GPU it would measure the free memory while the trainer takes some
+            self.host.spawn()
         self.trainer = Trainer(
             config.trainer,
             config.algo,
@@ -88,7 +92,9 @@ class Loop:
             max_response_tokens=config.rollout.max_tokens,
         )
         self.checkpoints = Checkpointer(config.checkpoint, run_dir / "checkpoints")
-        self.wire = Wire(config.fp8, self.host.model["num_hidden_layers"], _dtype(self.host.server_args["dtype"]))
+        stack.callback(self.checkpoints.settle, _SETTLE_S)
+        dtype = getattr(torch, self.host.server_args["dtype"])
+        self.wire = Wire(config.fp8, self.host.model["num_hidden_layers"], dtype)
 
     def _host(self) -> EngineHost:
         config = self.config
@@ -111,12 +117,14 @@ class Loop:
         saved = self.checkpoints.restore(self.trainer, warnings.append) if resume else None
         if saved is not None:
             self.at = msgspec.convert(saved, Position)
+        elif resume and has_run(self.run_dir):
+            raise ValueError(f"--resume: {self.run_dir} has no complete checkpoint; start anew in another directory")
         self.log = self.stack.enter_context(
             RunLog(
                 self.run_dir,
                 self.config.records,
                 msgspec.to_builtins(self.config),
-                resume_step=self.at.step if resume else None,
+                resume_step=None if saved is None else self.at.step,
                 active=self.ranks.first,
             )
         )
@@ -127,6 +135,7 @@ class Loop:
             self._warm_start()
         with self.console.progress("starting SGLang", 1):
             self.host.start()
+        self._event("engine", f"SGLang {self.host.sglang} runs", warn=False)
         self._swap(self.at.version)
 
     def _header(self) -> None:
@@ -135,7 +144,8 @@ class Loop:
             config.name,
             {
                 "model": config.model.path or config.model.preset,
-                "task": config.task.name,
+                "task": config.task.name
+                + (f" ({self.prompts.skipped} prompts too long)" if self.prompts.skipped else ""),
                 "ranks": f"{ranks.world} on {ranks.device.type}",
                 "engine": f"SGLang, weights {'FP8 ' + config.fp8.granularity if config.fp8.enabled else 'unquantized'}",
                 "step": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} samples",
@@ -155,7 +165,8 @@ class Loop:
                 stats = self.trainer.sft_step(pairs[ranks.rank :: ranks.world], sft.lr)
                 advance(1)
         self.trainer.begin_rl()
-        self._event("sft", f"{sft.steps} supervised updates, last loss {stats['trainer/loss']:.3f} nats")
+        text = f"{sft.steps} supervised updates, last loss {stats['trainer/loss']:.3f} nats"
+        self._event("sft", text, warn=False)
 
     # ---------------------------------------------------------------- one step
 
@@ -175,7 +186,7 @@ class Loop:
             with self._timed("time/checkpoint_s"):
                 self.checkpoints.save(self.trainer, self.at.step, msgspec.to_builtins(self.at))
         metrics["engine/restarts"] = self.ranks.combine({}, {"x": self.host.starts - 1.0}, {})["x"]
-        metrics["engine/tokens_per_s"] = metrics.pop("engine/sampled_tokens") / self.times["time/rollout_s"]
+        metrics["engine/tokens_per_s"] = metrics["engine/sampled_tokens"] / self.times["time/rollout_s"]
         metrics |= self.times | {"time/step_s": time.perf_counter() - began}
         self.log.write(step, metrics)
         self._write_samples(step, rollout.samples)
@@ -184,7 +195,7 @@ class Loop:
     def _rollout(self) -> Rollout:
         """This rank's samples. An engine that dies is started again, gets the same weights, and samples anew."""
         rollout, size = None, self.config.rollout
-        share = -(-(size.prompts_per_step - self.ranks.rank) // self.ranks.world)
+        share = size.prompts_per_step / self.ranks.world
         while True:
             error = None
             try:
@@ -199,8 +210,7 @@ class Loop:
             self._revive(error)
             self._swap(self.at.version)
         self.at.cursor += self.ranks.largest(rollout.rounds) * size.prompts_per_step
-        if rollout.first_error:
-            self._event("reward", f"a reward was lost: {rollout.first_error}")
+        self._tell("reward", rollout.first_error)
         return rollout
 
     def _train(self, rollout: Rollout) -> dict[str, float]:
@@ -229,10 +239,10 @@ class Loop:
 
     def _revive(self, death: EngineDied | None) -> None:
         """All ranks: restarts this rank's engine if it died. Raises EngineDied when it may not be started again."""
+        self._tell("engine", None if death is None else str(death))
         if death is not None:
-            self._event("engine", f"rank {self.ranks.rank}: {death}")
             self.host.restart()
-            self._event("engine", f"rank {self.ranks.rank}: started again")
+        self._tell("engine", None if death is None else "started again")
 
     # ---------------------------------------------------------------- evaluation, records, end
 
@@ -251,7 +261,8 @@ class Loop:
                     error = death
                 if self.ranks.agree(error is None):
                     assert result is not None
-                    return self._combined(Stats(result, {}, {}))
+                    self._tell("reward", result.first_error)
+                    return self._combined(Stats(result.means, {}, {}))
                 self._revive(error)
                 self._swap(self.at.version)
 
@@ -278,8 +289,6 @@ class Loop:
         return metrics
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        chosen = [samples[i] for i in self.log.choose(len(samples))]
-        groups = {id(s.prompt): n for n, s in reversed(list(enumerate(samples)))}
         self.log.write_samples(
             step,
             (
@@ -287,18 +296,24 @@ class Loop:
                     prompt=self.prompts.tokenizer.decode(s.prompt.ids),
                     completion=s.text,
                     reward=s.reward,
-                    group=groups[id(s.prompt)] // self.config.rollout.group_size,
+                    group=i // self.config.rollout.group_size,
                     length=s.length,
                     finish=FINISH_REASONS[s.arena.finish[s.slot]],
                     version=int(s.arena.versions[s.slot]),
                 )
-                for s in chosen
+                for i in self.log.choose(len(samples))
+                for s in [samples[i]]
             ),
         )
 
-    def _event(self, kind: str, text: str) -> None:
+    def _tell(self, kind: str, text: str | None) -> None:
+        """All ranks: records what any of them has to say."""
+        for line in self.ranks.gather(text):
+            self._event(kind, line)
+
+    def _event(self, kind: str, text: str, warn: bool = True) -> None:
         self.log.event(kind, text)
-        self.console.note(text, warn=kind != "sft")
+        self.console.note(text, warn=warn)
 
     @staticmethod
     def _due(every: int, step: int) -> bool:
@@ -311,8 +326,10 @@ class Loop:
         self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
 
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
+def has_run(run_dir: Path) -> bool:
+    """Whether the directory holds records of steps."""
+    path = run_dir / "metrics.jsonl"
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _weight_names(directory: Path) -> list[str]:

@@ -55,6 +55,12 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, text: str | None) -> list[str]:
+        """What ranks have to say, on every rank, in rank order; None is silence."""
+        texts: list[str | None] = [None] * self.world
+        dist.all_gather_object(texts, text)
+        return [f"rank {rank}: {text}" if self.world > 1 else text for rank, text in enumerate(texts) if text]
+
     def combine(
         self,
         means: Mapping[str, tuple[float, float]],

@@ -16,13 +16,15 @@ trainer_tokens_per_s   Tokens of the batch (prompts and responses, no padding) p
     advantages, metrics and the mismatch correction included. Against the optimisation step of TRL's GRPOTrainer on the
     same model directory, samples, advantages, dtype (float32), number of threads and of updates (one). What TRL does
     before its forward is not counted: see benchmarks/peer_trl.py. Responses are log-normal, 8 to 256 tokens.
-step_s   Seconds of one whole step of the demo: rollout, rewards, training, swap into SGLang, records. Against
-    GRPOTrainer's own step, sampling with transformers' generate; same start (after the supervised warm start), prompts
-    per step, group size, length limit and reward.
+step_s   Seconds of one whole step: rollout, rewards, training, verified swap into SGLang, records. Against
+    GRPOTrainer's own step, sampling with transformers' generate (its default without a GPU); same start, prompts, group
+    size, length limit and reward. "demo" is the recipe after its warm start, responses of 6 tokens; "long" starts from
+    random weights, where one token of 64 ends a response: mean length about 64, at most 256.
 peak_mb   The largest proportional set size (shared pages counted once) during a step after the warm-up, of the process
     and all its descendants: for the loop that is the rank, the engine child, SGLang's processes and reward workers.
 
-TRL processes `--peer-batch` sequences at a time; the default is the fastest of those tried on 2 cores.
+TRL gets `--peer-batch` sequences through the model at a time: of 8, 16, 32, 64 and 256 none was clearly faster than 32
+on 2 cores, and 256 took twice as long. After one step from the same start both trainers hold the same weights.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,7 @@ from trainer.model import ModelConfig, materialize
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 TRL = "TRL 1.16.0 GRPOTrainer"
 GROUPS, GROUP_SIZE, VOCABULARY = 32, 8, 64
+LONG = ["sft.steps=0", "rollout.max_tokens=256", "engine.context_length=320"]
 CPU = torch.device("cpu")
 Figures = Iterator[dict[str, Any]]
 
@@ -158,6 +162,7 @@ def trainer_figures(options: argparse.Namespace, work: Path) -> Figures:
     for preset in ("tiny-qwen3-moe", "tiny-qwen3"):
         job = {
             "kind": "trainer",
+            "overrides": [],
             "model": str(materialize(ModelConfig(preset=preset), work, seed=0)),
             "batch": str(work / "batch.npz"),
             "advantages": str(work / "advantages.npy"),
@@ -177,26 +182,28 @@ def trainer_figures(options: argparse.Namespace, work: Path) -> Figures:
 
 
 def step_figures(options: argparse.Namespace, work: Path) -> Figures:
-    """Whole steps of the demo: ours with SGLang, TRL with transformers."""
-    job = {"kind": "loop"}
-    config = recipe([f"rollout.prompts_per_step={options.groups}"])
-    task = load_task(config.task, config.seed)
-    steps = options.warmup + options.repeats + 2
-    examples = [task.train(i) for i in range(steps * options.groups)]
-    prompts = [(str(example.prompt), str(example.answer)) for example in examples]
-    with _sides(options, work, "loop", job, prompts, config.rollout.max_tokens) as (ours, peer):
-        parts: list[dict[str, float]] = []
-        seconds = _in_turns(options, ours, peer, parts)
-        timed = {key: np.median([part[key] for part in parts[options.warmup :]]) for key in parts[0]}
-        shares = ", ".join(
-            f"{key.removeprefix('time/').removesuffix('_s')} {value:.2f}" for key, value in timed.items()
-        )
-        shape = f"demo recipe, {options.groups} prompts x {config.rollout.group_size} samples"
-        yield figure(
-            "step_s", "s", seconds[0], f"{TRL}, sampling with transformers", seconds[1],
-            higher_is_better=False, note=f"{shape}, {options.threads} threads; seconds of ours: {shares}",
-        )  # fmt: skip
-        yield _peak(f"{shape}, all processes", ours, peer)
+    """Whole steps of the demo as it is, and with long responses: ours with SGLang, TRL with transformers."""
+    for name, changes in (("demo", []), ("long", LONG)):
+        overrides = [f"rollout.prompts_per_step={options.groups}", *changes]
+        config = recipe(overrides)
+        task = load_task(config.task, config.seed)
+        steps = options.warmup + options.repeats + 2  # one to measure memory, one to spare
+        examples = [task.train(i) for i in range(steps * options.groups)]
+        prompts = [(str(example.prompt), str(example.answer)) for example in examples]
+        job = {"kind": "loop", "overrides": overrides}
+        with _sides(options, work, name, job, prompts, config.rollout.max_tokens) as (ours, peer):
+            parts: list[dict[str, float]] = []
+            seconds = _in_turns(options, ours, peer, parts)
+            shape = f"{name}: {options.groups} prompts x {GROUP_SIZE}, up to {config.rollout.max_tokens} tokens"
+            yield figure(
+                "step_s", "s", seconds[0], f"{TRL}, sampling with transformers", seconds[1], higher_is_better=False,
+                note=f"{shape}, {options.threads} threads; ours: {_medians(parts[options.warmup :])}",
+            )  # fmt: skip
+            yield _peak(f"{shape}, all processes", ours, peer)
+
+
+def _medians(parts: list[dict[str, float]]) -> str:
+    return ", ".join(f"{key.removeprefix('time/')} {median(part[key] for part in parts):.2f}" for key in parts[0])
 
 
 # -------------------------------------------------------------------- both sides
@@ -208,17 +215,15 @@ def _sides(
 ) -> Iterator[tuple[Side, Side | None]]:
     """Our process and TRL's; TRL starts from the model that ours replies where `job` names none."""
     job |= {"threads": options.threads, "output": str(work / name)}
-    config = recipe([])
     with ExitStack() as stack:
         _say(f"{name}: starting both sides")
-        mine = job | {"overrides": [f"rollout.prompts_per_step={options.groups}"]}
-        ours = stack.enter_context(Side(f"{name}-ours", [sys.executable, "-m", "benchmarks.ours"], mine, work))
+        ours = stack.enter_context(Side(f"{name}-ours", [sys.executable, "-m", "benchmarks.ours"], job, work))
         if options.peer == "none":
             yield ours, None
             return
         samples = options.groups * GROUP_SIZE
         theirs = {"model": ours.ready.get("model")} | job | {
-            "lr": config.trainer.lr,
+            "lr": recipe(job["overrides"]).trainer.lr,
             "samples": samples,
             "group_size": GROUP_SIZE,
             "batch_size": min(options.peer_batch, samples),

@@ -1,8 +1,7 @@
-"""The child process of a rank that owns `sglang.Engine`: `python -m engine.child FD`.
+"""The child process of a rank that owns `sglang.Engine`: `python -m engine.child FD PARENT`.
 
 SGLang kills the process that created the engine when one of its schedulers fails, so that process must not be the
-trainer. It serves one channel: swaps one message at a time, generation beside it so that it can be aborted, and ends
-when the channel closes.
+trainer. It serves one channel and ends when that closes.
 """
 
 import asyncio
@@ -13,8 +12,7 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ import numpy as np
 import torch
 
 from engine.protocol import (
-    Abort,
     Arena,
     Finished,
     Generate,
@@ -34,6 +31,7 @@ from engine.protocol import (
     Stop,
     ToChild,
 )
+from engine.verifier import BUCKET, ENTRIES, REPORT
 from sync.batch import FINISH_REASONS
 from sync.buckets import views
 from sync.channel import Channel
@@ -46,21 +44,21 @@ _ANNOUNCE_S = 0.004  # finished samples are announced together, to spare the ran
 _PR_SET_PDEATHSIG = 1
 
 
-def main(fd: int) -> None:
-    """Serves the channel on descriptor `fd` until it closes."""
+def main(fd: int, parent: int) -> None:
+    """Serves the channel on descriptor `fd` until it closes. The kernel ends the process with its `parent`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # the parent was gone before the kernel knew whom to watch
     channel: Channel[Any] = Channel(socket.socket(fileno=fd), ToChild)
     start, fds = channel.receive()
     assert isinstance(start, Start), start
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="hotswap-") as reports:
-        import sglang
+    import sglang
 
-        engine = sglang.Engine(**start.server_args, custom_weight_loader=[VERIFIER], random_seed=start.seed)
-        child = _Child(engine, channel, SharedBytes.attach(fds[0]), Path(reports))
-        channel.send(Ready(sglang.__version__, time.perf_counter() - began))
-        engine.loop.run_until_complete(child.serve())
-        engine.shutdown()
+    engine = sglang.Engine(**start.server_args, custom_weight_loader=[VERIFIER], random_seed=start.seed)
+    child = _Child(engine, channel, SharedBytes.attach(fds[0]), Path(start.reports))
+    channel.send(Ready(sglang.__version__))
+    engine.loop.run_until_complete(child.serve())
+    engine.shutdown()
 
 
 class _Child:
@@ -69,7 +67,6 @@ class _Child:
 
         self.engine, self.channel, self.io = engine, channel, io_struct
         self.receiver = Receiver(staging, _Updater(engine, reports))
-        self.generation: asyncio.Task[None] | None = None
         self.finished: list[int] = []
 
     async def serve(self) -> None:
@@ -79,10 +76,7 @@ class _Child:
             if message is None or isinstance(message, Stop):
                 return
             if isinstance(message, Generate):
-                # The task is kept: an unreferenced one may be collected while it runs.
-                self.generation = asyncio.create_task(self._generate(message, SharedBytes.attach(fds[0])))
-            elif isinstance(message, Abort):
-                self.engine.tokenizer_manager.abort_request(abort_all=True)
+                await self._generate(message, SharedBytes.attach(fds[0]))
             elif isinstance(message, Begin | Bucket | Commit):
                 self.channel.send(await self.receiver.handle(message))
 
@@ -94,14 +88,15 @@ class _Child:
         arena = Arena(memory, message.slots)
         params = _sampling_params(message.sampling)
         try:
-            await asyncio.gather(
-                *(self._sample(arena, i, params, message.sampling) for i in range(message.slots.samples))
-            )
+            async with asyncio.TaskGroup() as tasks:  # one that fails cancels the others
+                for i in range(message.slots.samples):
+                    tasks.create_task(self._sample(arena, i, params, message.sampling))
             self._announce()
             self.channel.send(Generated())
-        except Exception as error:  # a refused request: the rank raises it; the engine itself lives on
+        except ExceptionGroup as group:  # a refused request: the rank raises it; the engine itself lives on
             self.engine.tokenizer_manager.abort_request(abort_all=True)
-            self.channel.send(Failed(f"{type(error).__name__}: {error}"))
+            self.finished = []
+            self.channel.send(Failed("; ".join(f"{type(e).__name__}: {e}" for e in group.exceptions[:3])))
         finally:
             memory.close()
 
@@ -121,9 +116,9 @@ class _Child:
         n = len(out["output_ids"])
         arena.tokens[i, :n] = out["output_ids"]
         arena.logprobs[i, :n] = [entry[0] for entry in meta["output_token_logprobs"]]
-        if sampling.support:
+        if sampling.support and n:
             _record_support(arena, i, meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"])
-        if arena.slots.layers:
+        if arena.slots.layers and n:  # SGLang records nothing for a sample that was aborted before it began
             _record_experts(arena, i, len(prompt) + n, meta["routed_experts"])
         arena.versions[i] = self.receiver.version
         arena.finish[i] = FINISH_REASONS.index(meta["finish_reason"]["type"])
@@ -154,11 +149,8 @@ class _Updater:
         _check(await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput()))
 
     async def load(self, staging: torch.Tensor, entries: list[Entry], verify: bool) -> None:
-        from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        # Serializing moves a CPU tensor's storage into shared memory of torch's own: it must be a copy of staging.
-        flat = staging.clone()
         metadata = [
             FlattenedTensorMetadata(
                 name=entry.name,
@@ -168,25 +160,16 @@ class _Updater:
                 end_idx=entry.offset + tensor.nbytes,
                 numel=tensor.nbytes,
             )
-            for entry, (_, tensor) in zip(entries, views(flat, entries), strict=True)
+            for entry, (_, tensor) in zip(entries, views(staging, entries), strict=True)
         ]
-        bucket = {"flattened_tensor": flat, "metadata": metadata}
-        await self._update(MultiprocessingSerializer.serialize(bucket), "flattened_bucket")
+        await self._update("flattened_bucket", lambda: {"flattened_tensor": staging.clone(), "metadata": metadata})
         if verify:
-            named = [*views(flat, entries), ("__report__", _text(self.reports))]
-            await self._update(MultiprocessingSerializer.serialize(named), VERIFIER)
-
-    async def end(self) -> None:
-        _check(await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput()))
+            encoded = _uint8(msgspec.msgpack.encode(entries))
+            await self._update(VERIFIER, lambda: [(BUCKET, staging.clone()), (ENTRIES, encoded.clone())])
 
     async def verified(self) -> int:
-        """Engine parameters proved equal to the buckets. Raises RuntimeError naming those that are not."""
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        _check(await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput()))
-        payload = MultiprocessingSerializer.serialize([("__report__", _text(self.reports))])
-        await self._update(payload, VERIFIER)
-        _check(await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput()))
+        where = _uint8(str(self.reports).encode())
+        await self._update(VERIFIER, lambda: [(REPORT, where.clone())])
         reports = [json.loads(path.read_text()) for path in self.reports.iterdir()]
         if not reports:
             raise RuntimeError("the weight verifier left no report")
@@ -194,13 +177,25 @@ class _Updater:
             raise RuntimeError(f"{len(wrong)} engine parameters differ from what was sent: {', '.join(wrong[:4])}")
         return min(report["verified"] for report in reports)
 
-    async def flush(self) -> None:
-        """Forgets the KV cache of every prompt: it was computed with the old weights."""
-        await self.manager.flush_cache()
+    async def end(self) -> None:
+        _check(await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput()))
 
-    async def _update(self, payload: bytes, load_format: str) -> None:
+    async def flush(self) -> None:
+        if not (result := await self.manager.flush_cache()).success:
+            raise RuntimeError(f"SGLang did not flush its prefix cache: {result.message}")
+
+    async def _update(self, load_format: str, payload: Callable[[], Any]) -> None:
+        """Calls SGLang's loader with a payload for each of its ranks.
+
+        Serializing moves the tensors of a payload into shared memory of torch's own, whose handle serves one process:
+        so they must be copies, one per rank.
+        """
+        from sglang.srt.utils import MultiprocessingSerializer
+
         request = self.io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self.manager.server_args.tp_size,
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(payload()) for _ in range(self.manager.server_args.tp_size)
+            ],
             load_format=load_format,
             flush_cache=False,
             weight_version=str(self.version),
@@ -214,8 +209,8 @@ def _check(result: tuple[bool, str]) -> None:
         raise RuntimeError(f"SGLang refused the update: {message}")
 
 
-def _text(path: Path) -> torch.Tensor:
-    return torch.frombuffer(bytearray(str(path), "utf8"), dtype=torch.uint8)
+def _uint8(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _sampling_params(s: Sampling) -> dict[str, Any]:
@@ -256,7 +251,7 @@ def _record_support(arena: Arena, i: int, kept: list[list[int]], logprobs: list[
 if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)
     try:
-        main(int(sys.argv[1]))
+        main(int(sys.argv[1]), int(sys.argv[2]))
     except (BrokenPipeError, ConnectionResetError):
         sys.exit("the rank of this engine is gone")
     except msgspec.ValidationError as error:

@@ -48,7 +48,7 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
         dequantize(layer, "weight", self.weight_block_size)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rounded = cpu_ops.quantize_dequantize(x, self.weight_block_size[1])
+        rounded = cpu_ops.quantize_dequantize(x, self.weight_block_size[1], self.quant_config.scale_fmt == "ue8m0")
         return F.linear(rounded, layer.dequantized_weight, None if bias is None else bias.float()).to(x.dtype)
 
 
@@ -77,6 +77,7 @@ class Fp8MoEMethod(fp8.Fp8MoEMethod):
             weights,
             ids,
             group=self.weight_block_size[1],
+            pow2=self.quant_config.scale_fmt == "ue8m0",
         )
         return StandardCombineInput(hidden_states=out)
 

@@ -99,10 +99,11 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     return cache.view(len(cache), -1).index_select(0, slots.view(-1)).view(*slots.shape, *cache.shape[1:])
 
 
-def quantize_dequantize(x: Tensor, group: int) -> Tensor:
+def quantize_dequantize(x: Tensor, group: int, pow2: bool = False) -> Tensor:
     """What a block-FP8 GEMM sees of its activations: x rounded to E4M3 in groups of `group` columns, times s.
 
-    ALGORITHMS §1: s = max(1e-10, amax) / 448, q = e4m3(clamp(x / s, -448, 448)), result q * s in float32, shape of x.
+    ALGORITHMS §1: s = max(1e-10, amax) / 448, with `pow2` rounded up to a power of two, q = e4m3(clamp(x / s, -448,
+    448)), result q * s in float32, shape of x: what sync.quantize gives, which a test compares bit for bit.
     Rounding to E4M3 is done in float32: adding and subtracting 1.5 * 2^23 quanta rounds to the nearest multiple of the
     quantum, ties to even. It gives the codes of the cast bit for bit, at half its time (casts from float8 are slow).
     """
@@ -112,6 +113,9 @@ def quantize_dequantize(x: Tensor, group: int) -> Tensor:
         x32 = F.pad(x32, (0, -width % group))
     groups = x32.reshape(*x.shape[:-1], -1, group)
     s = groups.abs().amax(-1, keepdim=True).clamp_(min=AMAX_FLOOR).div_(FP8_MAX)
+    if pow2:
+        mantissa, exponent = torch.frexp(s)
+        s = torch.ldexp(torch.ones_like(s), exponent - (mantissa == 0.5).int())
     y = groups / s  # at most 448 (1 + 2^-22), which rounds to 448: the clamp of the formula has nothing to do
     # The exponent bits of y are 2^e; its E4M3 quantum is 2^(e-3), and 2^-9 among the subnormals, below 2^-6.
     power = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=2.0**-6)
@@ -130,7 +134,9 @@ def dequantize_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], out
     return torch.mul(codes.float(), s, out=out)
 
 
-def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, group: int | None = None) -> Tensor:
+def experts(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, group: int | None = None, pow2: bool = False
+) -> Tensor:
     """Gated SiLU experts: sum_k weights[t, k] * (silu(x w1^T) * (x w3^T)) w2^T for expert ids[t, k].
 
     x [T, M], w13 [E, 2I, M] (gate rows, then up rows), w2 [E, M, I], weights [T, K], ids i[T, K]; returns x's shape and
@@ -141,12 +147,12 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, gr
     flat = ids.reshape(-1)
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=len(w13)).cumsum(0).int()
-    rows = x if group is None else quantize_dequantize(x, group)
+    rows = x if group is None else quantize_dequantize(x, group, pow2)
     hidden = F.grouped_mm(rows.index_select(0, order // per_token), w13.transpose(1, 2), offs=ends).to(x.dtype)
     gate, up = hidden.chunk(2, dim=-1)
     hidden = F.silu(gate).mul_(up)
     if group is not None:
-        hidden = quantize_dequantize(hidden, group)
+        hidden = quantize_dequantize(hidden, group, pow2)
     sorted_out = F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
     out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out).view(tokens, per_token, -1)
     return torch.einsum("tkm,tk->tm", out.float(), weights.float()).to(x.dtype)

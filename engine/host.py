@@ -20,7 +20,6 @@ import msgspec
 import torch
 
 from engine.protocol import (
-    Abort,
     Arena,
     Finished,
     FromChild,
@@ -96,7 +95,7 @@ class EngineHost:
         self.staging = SharedBytes(staging_bytes)
         self.starts = 0
         self.unverified = True  # no swap into this engine process has been verified yet
-        self.info: Ready | None = None
+        self.sglang = ""  # version, once it runs
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: Channel[Any] | None = None
 
@@ -117,18 +116,20 @@ class EngineHost:
         with self.log_path.open("ab") as log, theirs:
             os.set_inheritable(theirs.fileno(), True)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.child", str(theirs.fileno())],
+                [sys.executable, "-m", "engine.child", str(theirs.fileno()), str(os.getpid())],
                 env=self._environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the rank only, which closes its engine in order
+                start_new_session=True,  # a signal for the rank's group is not for the engine: the rank closes it
             )
         self.channel = Channel(ours, FromChild)
         self.starts += 1
         self.unverified = True
-        self._send(Start(self.server_args, self.seed + 7919 * self.starts), (self.staging.fd,))
+        reports = self.log_path.with_suffix(".verify").absolute()
+        reports.mkdir(exist_ok=True)
+        self._send(Start(self.server_args, self.seed + 7919 * self.starts, str(reports)), (self.staging.fd,))
 
     def start(self) -> None:
         """Waits until the engine serves; spawns it first if need be. Raises EngineDied."""
@@ -136,7 +137,7 @@ class EngineHost:
             self.spawn()
         message = self._receive(self.config.start_timeout_s, "starting")
         assert isinstance(message, Ready), message
-        self.info = message
+        self.sglang = message.sglang
 
     def restart(self) -> None:
         """Ends what is left of the child and starts a new one, without weights. EngineDied past `max_restarts`."""
@@ -175,10 +176,6 @@ class EngineHost:
         finally:
             memory.close()
 
-    def abort(self) -> None:
-        """Ends the running generation early; its samples are still announced."""
-        self._send(Abort())
-
     def close(self) -> None:
         """Stops the child, by force if it does not stop by itself. Safe to call twice."""
         if self.process is None:
@@ -216,6 +213,7 @@ class EngineHost:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_TORCHRUN)}
         kept.pop("SGLANG_USE_CPU_ENGINE", None)  # it would import sgl_kernel, which needs libcuda
         kept.pop("SGLANG_FP8_IGNORED_LAYERS", None)  # it would quantize other layers than the `fp8` section says
+        kept["CUDA_VISIBLE_DEVICES"] = ""
         if self.device.type == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             index = self.device.index or 0

@@ -32,11 +32,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     server_args: dict[str, Any]
     seed: int
+    reports: str  # directory where SGLang's processes leave what they verified
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     sglang: str  # version
-    seconds: float
 
 
 class Slots(msgspec.Struct, frozen=True):
@@ -58,10 +58,6 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends the running generation; samples under way finish as "abort" with the tokens they have."""
-
-
 class Finished(msgspec.Struct, frozen=True, tag=True):
     samples: list[int]
 
@@ -74,7 +70,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToChild = Start | Generate | Abort | Begin | Bucket | Commit | Stop
+ToChild = Start | Generate | Begin | Bucket | Commit | Stop
 FromChild = Ready | Finished | Generated | Done | Failed
 
 

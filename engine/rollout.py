@@ -46,6 +46,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.replay_support and not 0 < self.top_k <= 1024:
             raise ValueError("replay_support records the kept tokens: set top_k from 1 to 1024")
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError("dynamic_sampling drops groups whose rewards are all equal: set group_size to at least 2")
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +95,13 @@ class Rollout(NamedTuple):
     samples: list[Sample]
     rounds: int
     first_error: str | None  # of a reward that failed
+
+
+class Evaluation(NamedTuple):
+    """One rank's share of a held-out evaluation."""
+
+    means: dict[str, tuple[float, float]]
+    first_error: str | None  # of a reward that failed; its sample counts as wrong
 
 
 class _Scored(NamedTuple):
@@ -156,7 +165,7 @@ class Sampler:
         samples = [sample for part in parts for sample in part.samples]
         return Rollout(self._batch(kept[:wanted]), stats, samples, rounds, next(iter(errors), None))
 
-    def evaluate(self, advance: Advance) -> dict[str, tuple[float, float]]:
+    def evaluate(self, advance: Advance) -> "Evaluation":
         """pass@1 and pass@samples on this rank's share of the held-out prompts."""
         config = self.evaluation
         drawn = self.prompts.held_out(config.prompts)
@@ -164,12 +173,12 @@ class Sampler:
         sampling = msgspec.structs.replace(
             self.sampling, temperature=config.temperature, top_p=config.top_p, top_k=0, min_p=0.0, support=0
         )
-        samples = self._generate(mine, config.samples, sampling, advance).samples
+        samples, _, first_error, _ = self._generate(mine, config.samples, sampling, advance)
         correct = np.array([s.reward >= config.correct_reward for s in samples]).reshape(-1, config.samples)
         means = {"engine/eval_accuracy": (float(correct.sum()), float(correct.size))}
         if config.samples > 1:
             means["engine/eval_pass_at_k"] = (float(correct.any(1).sum()), float(len(correct)))
-        return means
+        return Evaluation(means, first_error)
 
     def _share(self, n: int) -> range:
         return range(self.rank, n, self.world)
@@ -191,9 +200,8 @@ class Sampler:
             advance(len(finished))
         assert arena is not None and done == len(owners)
         generated = time.perf_counter()
-        for finished, future in pending:
-            rewards[finished] = future.result().rewards
         scores = gather([future for _, future in pending])
+        rewards[[i for finished, _ in pending for i in finished]] = scores.rewards
         samples = [Sample(p, arena, i, texts[i], float(rewards[i])) for i, p in enumerate(owners)]
         return _Scored(samples, scores.timeouts, scores.first_error, time.perf_counter() - generated)
 

@@ -2,7 +2,7 @@
 
 SGLang's own `load_weights` decides where a tensor goes (fused qkv, `w13`, tensor-parallel slices). The verifier lets it
 run a second time over the same bucket, but under a dispatch mode that swallows each copy into a parameter and notes
-the checksum the target must have. After the session has ended, the last call compares all noted targets with what the
+the checksum the target must have. After the last bucket, one more call compares all noted targets with what the
 parameters hold now, and reports every parameter with a byte that is wrong or was never written.
 """
 
@@ -11,30 +11,38 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-import xxhash
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sync.buckets import checksum, views
+from sync.messages import Entry
+
+BUCKET, ENTRIES, REPORT = "bucket", "entries", "report"
 _STATE = "_hotswap_expected"  # attribute of the model: what each written strip must hold
 
 
 def verify(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """SGLang's custom weight loader `engine.verifier.verify`.
 
-    `named_tensors` is a bucket and ("__report__", directory as uint8 text). Without a bucket this is the last call of
-    a swap: it writes `<pid>.json` = {"verified": parameters, "wrong": [names]} into the directory.
+    `named_tensors` are BUCKET (uint8) and ENTRIES (its msgpack list of `Entry`, as uint8), once per bucket, or REPORT
+    alone (a directory, as uint8 text), once per swap: it writes `<pid>.json` = {"verified": parameters, "wrong":
+    [names]} there. Uint8 tensors are all that SGLang's loader interface carries.
     """
-    tensors = dict(named_tensors)
-    directory = Path(bytes(tensors.pop("__report__").cpu().tolist()).decode())
+    given = dict(named_tensors)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    if tensors:
-        expected = model.__dict__.setdefault(_STATE, {})
-        with _NoteCopies(parameters, expected):
-            model.load_weights(list(tensors.items()))  # type: ignore[operator]
+    if REPORT in given:
+        report = _compare(parameters, model.__dict__.pop(_STATE, {}))
+        Path(_bytes(given[REPORT]).decode(), f"{os.getpid()}.json").write_text(json.dumps(report))
         return
-    report = _compare(parameters, model.__dict__.pop(_STATE, {}))
-    (directory / f"{os.getpid()}.json").write_text(json.dumps(report))
+    entries = msgspec.msgpack.decode(_bytes(given[ENTRIES]), type=list[Entry])
+    with _NoteCopies(parameters, model.__dict__.setdefault(_STATE, {})):
+        model.load_weights(list(views(given[BUCKET], entries)))  # type: ignore[operator]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 class _NoteCopies(TorchDispatchMode):
@@ -69,14 +77,11 @@ def _compare(parameters: dict[str, Tensor], expected: dict[tuple[str, int], tupl
     wrong, covered = set(), dict.fromkeys(parameters, 0)
     ends: dict[str, int] = {}
     for (name, offset), (strip, digest) in sorted(expected.items(), key=lambda item: item[0]):
-        if checksum(strip) != digest:
+        # A parameter whose data was exchanged for another tensor no longer holds what was loaded into the old one.
+        moved = strip.untyped_storage().data_ptr() != parameters[name].untyped_storage().data_ptr()
+        if moved or checksum(strip) != digest:
             wrong.add(name)
         covered[name] += max(0, offset + strip.numel() - max(offset, ends.get(name, 0)))
         ends[name] = max(ends.get(name, 0), offset + strip.numel())
     wrong |= {name for name, count in covered.items() if count != parameters[name].numel()}
     return {"verified": len(parameters) - len(wrong), "wrong": sorted(wrong)}
-
-
-def checksum(tensor: Tensor) -> int:
-    """XXH3 (64 bit) of the bytes of a tensor on any device."""
-    return xxhash.xxh3_64_intdigest(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())

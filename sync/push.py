@@ -89,14 +89,19 @@ def push(
     reason = "another rank's engine failed"
     for attempt in range(config.attempts):
         session = _Session(engine, version, config, verify)
+        quantize_s = 0.0
         for name, weight in weights():
-            session.add(wire.encode(name, weight))
+            began = time.perf_counter()
+            tensors = wire.encode(name, weight)
+            quantize_s += time.perf_counter() - began
+            session.add(tensors)
         session.flush()
         if agree(session.ok):
             session.send(Commit(version, session.tensors, session.nbytes))
             if agree(session.ok):
                 return {
                     "sync/swap_s": time.perf_counter() - started,
+                    "sync/quantize_s": quantize_s,
                     "sync/bytes": session.nbytes,
                     "sync/tensors": session.tensors,
                     "sync/version": version,

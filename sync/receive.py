@@ -4,6 +4,7 @@ States: serving(version) --Begin--> fenced(None) --Bucket…--> fenced --Commit-
 the fence up: an engine that may hold a mixture of old and new weights has no version.
 """
 
+import contextlib
 from typing import Protocol
 
 import torch
@@ -14,13 +15,18 @@ from sync.shm import SharedBytes
 
 
 class Updater(Protocol):
-    """What the receiver needs from the engine; implemented with SGLang's update session."""
+    """What the receiver needs from the engine, in this order. Each raises RuntimeError when the engine refuses."""
 
     async def begin(self, version: int) -> None: ...
     async def load(self, staging: torch.Tensor, entries: list[Entry], verify: bool) -> None: ...
+    async def verified(self) -> int:
+        """Parameters proved equal to what was loaded since `begin`; raises if one is not."""
+        ...
+
     async def end(self) -> None: ...
-    async def verified(self) -> int: ...
-    async def flush(self) -> None: ...
+    async def flush(self) -> None:
+        """Forgets everything computed with the old weights."""
+        ...
 
 
 class Receiver:
@@ -50,10 +56,12 @@ class Receiver:
 
     async def _begin(self, message: Begin) -> None:
         self.version = None
-        if self._open:  # a failed attempt left SGLang's session open
-            await self._updater.end()
-        self._open, self._verify, self._tensors, self._nbytes = True, message.verify, 0, 0
+        if self._open:
+            with contextlib.suppress(RuntimeError):  # the attempt that failed may have left the session in any state
+                await self._updater.end()
+        self._open = False
         await self._updater.begin(message.version)
+        self._open, self._verify, self._tensors, self._nbytes = True, message.verify, 0, 0
 
     async def _bucket(self, message: Bucket) -> None:
         if checksum(self._staging[: message.nbytes]) != message.checksum:
@@ -67,9 +75,9 @@ class Receiver:
             raise ValueError(
                 f"received {self._tensors} tensors, {self._nbytes} bytes; sent {message.tensors}, {message.nbytes}"
             )
+        verified = await self._updater.verified() if self._verify else 0
         await self._updater.end()
         self._open = False
-        verified = await self._updater.verified() if self._verify else 0
         await self._updater.flush()
         self.version = message.version
         return verified

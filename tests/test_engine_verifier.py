@@ -2,10 +2,13 @@
 
 import json
 
+import msgspec
 import pytest
 import torch
 
-from engine.verifier import verify
+from engine.verifier import BUCKET, ENTRIES, REPORT, verify
+from sync.buckets import align
+from sync.messages import Entry
 
 
 class Model(torch.nn.Module):
@@ -35,13 +38,28 @@ def tensors():
             ("c0", torch.randn(5, 2)), ("c1", torch.randn(5, 2))]  # fmt: skip
 
 
+def uint8(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def sent(named):
+    """A bucket as the engine's child hands it to the verifier."""
+    entries, parts, end = [], [], 0
+    for name, tensor in named:
+        room = torch.zeros(align(tensor.nbytes), dtype=torch.uint8)
+        room[: tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
+        parts.append(room)
+        end += len(room)
+    return [(BUCKET, torch.cat(parts)), (ENTRIES, uint8(msgspec.msgpack.encode(entries)))]
+
+
 def report(model, buckets, directory, before_last=lambda: None):
-    where = ("__report__", torch.frombuffer(bytearray(str(directory), "utf8"), dtype=torch.uint8))
     for bucket in buckets:
         model.load_weights(bucket)
-        verify(model, [*bucket, where])
+        verify(model, sent(bucket))
     before_last()
-    verify(model, [where])
+    verify(model, [(REPORT, uint8(str(directory).encode()))])
     (path,) = directory.iterdir()
     return json.loads(path.read_text())
 
@@ -53,7 +71,7 @@ def test_a_good_load_verifies_all_parameters(tmp_path):
 
 def test_verifying_writes_nothing(tmp_path):
     model, named = Model(), tensors()
-    verify(model, [*named, ("__report__", torch.zeros(0, dtype=torch.uint8))])
+    verify(model, sent(named))
     assert not any(p.any() for p in model.parameters())
 
 
@@ -72,6 +90,15 @@ def test_a_tensor_that_the_loader_drops_is_found(tmp_path, skip, parameter):
     model = Model()
     model.skip = skip
     assert report(model, [tensors()], tmp_path) == {"verified": 2, "wrong": [parameter]}
+
+
+def test_a_parameter_that_was_exchanged_is_found(tmp_path):
+    model = Model()
+
+    def exchange():
+        model.qk.data = torch.full_like(model.qk, 7.0)
+
+    assert report(model, [tensors()], tmp_path, exchange) == {"verified": 2, "wrong": ["qk"]}
 
 
 def test_a_later_bucket_may_overwrite_an_earlier_one(tmp_path):

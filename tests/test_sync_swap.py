@@ -37,15 +37,19 @@ class Keeper:
         self.loaded: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
         self.fail_on = ""
+        self.open = False
 
     def _call(self, name):
         self.calls.append(name)
+        if (name == "begin") == self.open and name != "flush":
+            raise RuntimeError(f"{name} refused: the session is {'open' if self.open else 'closed'}")  # as SGLang does
         if name == self.fail_on:
             self.fail_on = ""
             raise RuntimeError(f"{name} broke")
 
     async def begin(self, version):
         self._call("begin")
+        self.open = True
 
     async def load(self, staging, entries, verify):
         self._call("load")
@@ -53,6 +57,7 @@ class Keeper:
 
     async def end(self):
         self._call("end")
+        self.open = False
 
     async def verified(self):
         self._call("verified")

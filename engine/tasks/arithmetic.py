@@ -25,7 +25,12 @@ MAX_TRIES = 1000  # chance that all tries land in the wrong part: (7/8)^1000
 class ArithmeticParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Annotated[Literal["sort", "add", "sub", "reverse"], doc("What to compute.")] = "sort"
     digits: Annotated[int, doc("Digits of each number, at most for add and sub.", unit="digits", ge=2, le=64)] = 5
+    distinct: Annotated[bool, doc("No digit twice in a number (sort and reverse).")] = False
     partial: Annotated[bool, doc("Reward the fraction of right characters instead of the exact answer.")] = False
+
+    def __post_init__(self) -> None:
+        if self.distinct and (self.digits > 10 or self.kind not in ("sort", "reverse")):
+            raise ValueError("distinct needs kind sort or reverse and at most 10 digits")
 
 
 class Arithmetic:
@@ -54,15 +59,16 @@ class Arithmetic:
     def _draw(self, stream: str, held_out: bool) -> Example:
         rng = random.Random(stream)
         for _ in range(MAX_TRIES):
-            prompt, answer = _problem(self.params.kind, self.params.digits, rng)
+            prompt, answer = _problem(self.params, rng)
             if _is_held_out(prompt) == held_out:
                 return Example(prompt=prompt, answer=answer, demonstration=answer)
         raise ValueError(f"task.params: too few {self.params.kind} problems with {self.params.digits} digits to split")
 
 
-def _problem(kind: str, digits: int, rng: random.Random) -> tuple[str, str]:
+def _problem(params: ArithmeticParams, rng: random.Random) -> tuple[str, str]:
+    kind, digits = params.kind, params.digits
     if kind in ("sort", "reverse"):
-        text = "".join(rng.choices("0123456789", k=digits))
+        text = "".join(rng.sample("0123456789", digits) if params.distinct else rng.choices("0123456789", k=digits))
         return (text + "=", "".join(sorted(text))) if kind == "sort" else (text + ">", text[::-1])
     a, b = rng.randrange(10**digits), rng.randrange(10**digits)
     return (f"{a}+{b}=", str(a + b)) if kind == "add" else (f"{a}-{b}=", str(a - b))
