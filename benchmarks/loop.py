@@ -23,8 +23,9 @@ step_s   Seconds of one whole step: rollout, rewards, training, verified swap in
 peak_mb   The largest proportional set size (shared pages counted once) during a step after the warm-up, of the process
     and all its descendants: for the loop that is the rank, the engine child, SGLang's processes and reward workers.
 
-TRL gets `--peer-batch` sequences through the model at a time: of 8, 16, 32, 64 and 256 none was clearly faster than 32
-on 2 cores, and 256 took twice as long. After one step from the same start both trainers hold the same weights.
+TRL gets `--peer-batch` sequences through the model at a time: of 8, 16, 32 and 64 none was clearly faster than 32 (one
+thread), and 256 took twice as long on the MoE. On a busy machine pass `--threads 1`: threads that wait for each other
+make both sides meaningless there.
 """
 
 import argparse

@@ -36,7 +36,7 @@ TIME_PARTS = {
 }  # fmt: skip
 
 CHARTS = (
-    Chart(title="Reward", lines={"engine/reward_mean": "mean"}, smooth=True, note="Of the samples trained on."),
+    Chart(title="Reward", lines={"engine/reward_mean": "mean"}, smooth=True, note="Of all samples drawn."),
     Chart(
         title="Held-out evaluation", lines={"engine/eval_accuracy": "pass@1", "engine/eval_pass_at_k": "pass@k"},
         unit="fraction correct",
@@ -109,8 +109,13 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def with_derived(row: Row) -> Row:
-    """The row with what only the report needs: the rest of the step time, megabytes and GB/s of the swap."""
+    """The row with what only the report needs: the rest of the step time, megabytes and GB/s of the swap.
+
+    `time/rollout_s` loses `time/reward_s`, which lies inside it: the parts of the step then add up.
+    """
     extra: Row = {}
+    if finite(row.get("time/rollout_s")) and finite(row.get("time/reward_s")):
+        row = row | {"time/rollout_s": max(row["time/rollout_s"] - row["time/reward_s"], 0.0)}
     if finite(row.get("time/step_s")):
         parts = sum(row[name] for name in TIME_PARTS if finite(row.get(name)))
         extra["other_s"] = max(row["time/step_s"] - parts, 0.0)

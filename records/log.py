@@ -55,7 +55,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     length: int  # sampled tokens
     finish: str  # one of sync.batch.FINISH_REASONS
     version: int  # weight version that sampled it
-    advantage: float | None = None
 
 
 class RunLog:

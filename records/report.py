@@ -14,6 +14,7 @@ import html
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from records.metrics import METRICS
 
 MAX_SAMPLES = 2000  # rows in the page's table
 MAX_SAMPLE_CHARS = 4_000_000  # over all samples: keeps the page below about 8 MB
+ROUTINE = ("sft", "resumed")  # kinds of events that are no reason to worry
 
 
 def write_report(run_dir: Path) -> Path:
@@ -85,7 +87,8 @@ def collect(run_dir: Path) -> dict[str, Any]:
 
 def _facts(config: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     planned = config.get("steps")
-    facts = [f"{len(rows)} of {planned} steps" if planned else _steps(len(rows))]
+    done = sum("time/step_s" in row for row in rows)  # the last evaluation has a row of its own, and is no step
+    facts = [f"{done} of {planned} steps" if planned else _steps(done)]
     for section in ("model", "task"):
         settings = config.get(section)
         words = (
@@ -174,10 +177,8 @@ def _health(rows: Sequence[Row], events: Sequence[Row]) -> list[dict[str, str]]:
     look("warn", "rewards timed out", above("engine/reward_timeout_frac", 0.0))
     look("warn", "responses aborted", above("engine/finish_abort_frac", 0.0))
     look("warn", "swap sent again", above("sync/retries", 0.0))
-    if events:
-        kinds = {event["kind"]: 0 for event in events}
-        for event in events:
-            kinds[event["kind"]] += 1
+    kinds = Counter(event["kind"] for event in events if event["kind"] not in ROUTINE)
+    if kinds:
         text = ", ".join(f"{kind} ×{count}" if count > 1 else kind for kind, count in kinds.items())
         found.append({"level": "warn", "text": f"Events: {text}"})
     if rows and not found:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine import cpu_ops
+from sync.quantize import dequantize, quantize
 
 E4M3 = torch.float8_e4m3fn
 
@@ -121,3 +122,12 @@ def test_experts_equal_a_loop_over_tokens(tokens, group):
     # With rounding, a float32 sum may fall on the other side of a tie than the float64 one: rare and one FP8 step.
     error = (got.double() - expected).abs() / expected.abs().max()
     assert error.max() < (1e-5 if group is None else 2e-2) and error.median() < 1e-5
+
+
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+def test_activation_rounding_is_the_one_definition(scales):
+    x = torch.randn(64, 320) * torch.logspace(-6, 3, 64)[:, None]
+    x[3] = 0
+    x[4, :128] = 2.0**-3  # a scale that is a power of two already, times 1/448
+    expected = dequantize(*quantize(x, "group", scales), "group")
+    assert torch.equal(cpu_ops.quantize_dequantize(x, 128, scales == "pow2"), expected)

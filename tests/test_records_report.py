@@ -77,7 +77,6 @@ def fake_run(run_dir: Path, steps: int = 60, samples_per_step: int = 8, broken: 
                     "prompt": f"sort {index}{step % 10}4 2",
                     "completion": f"2 4 {index} {step % 10}",
                     "reward": float(noise(step, index) < 0.4 * done),
-                    "advantage": noise(step, index),
                     "group": index // 4,
                     "length": 7 + index % 3,
                     "finish": "stop",
@@ -158,9 +157,26 @@ def test_short_runs(tmp_path: Path, steps: int) -> None:
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no run"):
         write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "trainer/loss": 0.5}\n{"step": 1, "ti')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "time/step_s": 0.5}\n{"step": 1, "ti')
     data = collect(tmp_path)
-    assert data["facts"] == ["1 step"] and [row["name"] for row in data["table"]] == ["trainer/loss"]
+    assert data["facts"] == ["1 step"] and [row["name"] for row in data["table"]] == ["time/step_s"]
+
+
+def test_the_last_evaluation_is_no_step(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "demo", steps=60)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 60, "time": 1.8e9, "engine/eval_accuracy": 0.9, "time/eval_s": 0.1}) + "\n")
+    assert collect(run)["facts"][0] == "60 of 60 steps"
+
+
+def test_routine_events_are_no_warning(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "demo", steps=3)
+    events = [{"time": 0, "step": 0, "kind": kind, "text": "x"} for kind in ("sft", "resumed", "engine", "engine")]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:2]))
+    assert [item["level"] for item in collect(run)["health"]] == ["good"]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert collect(run)["health"] == [{"level": "warn", "text": "Events: engine ×2"}]
+    assert len(collect(run)["events"]) == 4
 
 
 def test_not_finite_is_reported(tmp_path: Path) -> None:
@@ -222,6 +238,12 @@ def test_derived_figures() -> None:
     )
     assert row["other_s"] == pytest.approx(1.0) and row["swap_gb_per_s"] == pytest.approx(2.0)
     assert "swap_gb_per_s" not in with_derived({"sync/bytes": 3e9, "sync/swap_s": 0.0})
+
+
+def test_the_parts_of_a_step_count_rewards_once() -> None:
+    row = with_derived({"time/step_s": 10.0, "time/train_s": 4.0, "time/rollout_s": 5.0, "time/reward_s": 2.0})
+    assert row["time/rollout_s"] == pytest.approx(3.0) and row["other_s"] == pytest.approx(1.0)
+    assert with_derived({"time/rollout_s": 1.0, "time/reward_s": 1.5})["time/rollout_s"] == 0.0
 
 
 def test_charts_name_only_registered_metrics() -> None:

@@ -14,7 +14,6 @@ from trainer.algo.advantages import (
     OverlongConfig,
     advantage_parts,
     advantages,
-    degenerate_groups,
     overlong_penalty,
     reward_moments,
 )
@@ -78,17 +77,10 @@ def test_reinforce_pp_sees_all_ranks():
         advantages(rewards, groups, config)
 
 
-def test_degenerate_groups():
-    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.0, 1.0])
-    groups = torch.tensor([4, -2, 4, 4, 8, -2, -2])
-    assert degenerate_groups(rewards, groups).tolist() == [True, False, True, True, True, False, False]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_empty(name):
     empty, groups = torch.zeros(0), torch.zeros(0, dtype=torch.int32)
     assert advantages(empty, groups, AdvantageConfig(name=name), reward_moments(empty)).shape == (0,)
-    assert degenerate_groups(empty, groups).shape == (0,)
     assert overlong_penalty(groups, 10, OverlongConfig(buffer_tokens=4)).shape == (0,)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.algo import AlgoConfig
-from trainer.algo.correction import CorrectionConfig, correct, normalized
+from trainer.algo.correction import CorrectionConfig, check_finite, correct, normalized
 from trainer.algo.mismatch import mismatch
 from trainer.tally import Tally
 
@@ -171,8 +171,10 @@ def test_non_finite_log_prob_names_the_sample(whose, value):
     batch[2][t] = True
     batch[0][t] = batch[1][t] = -1.0
     batch[0 if whose == "trainer" else 1][t] = value
-    with pytest.raises(ValueError, match=rf"sample 2 .* non-finite {whose} log-prob at its token 3"):
-        correct(*batch, N, CorrectionConfig())
+    names = range(40, 40 + N)
+    check_finite("other", batch[1 if whose == "trainer" else 0], *batch[2:], names)
+    with pytest.raises(ValueError, match=rf"sample 42 of the batch .* non-finite {whose} log-prob .* token 3"):
+        check_finite(whose, batch[0 if whose == "trainer" else 1], *batch[2:], names)
 
 
 @pytest.mark.parametrize("gap", [-1e30, -50.0, 50.0, 1e30])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.logprob import token_logprobs
 
@@ -49,6 +50,34 @@ def test_values_and_gradients_are_those_of_a_whole_log_softmax(chunk_rows, suppo
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=3e-5)
     for got, want in zip(leaves, exact):
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-4, atol=2e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation made, in forward and backward."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_no_temporary_is_larger_than_a_chunk_of_logits(supported):
+    rows, vocabulary, chunk_rows = 256, 1000, 16
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    targets = torch.randint(vocabulary, (rows,))
+    support = targets[:, None].repeat(1, 3) if supported else None
+    with LargestTensor() as largest:
+        logp, _ = token_logprobs(
+            hidden, weight, None, targets, temperature=1.0, support_RS=support, chunk_rows=chunk_rows
+        )
+        forward = largest.bytes
+        logp.sum().backward()
+    assert forward == largest.bytes == 4 * chunk_rows * vocabulary
 
 
 def test_no_rows_give_a_zero_gradient_not_an_error():

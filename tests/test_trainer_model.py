@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_cases import plain_logprobs, process_group, random_batch, write_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    MambaConfig,
+    OPTConfig,
+    Qwen3NextConfig,
+    StableLmConfig,
+)
 
 from trainer.model import ModelConfig, build_model, materialize
 from trainer.pack import micro_batches
@@ -157,6 +166,29 @@ def test_transformed_logits_are_refused(models, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": 30.0}))
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         build(tmp_path / "capped")
+
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (lambda: Qwen3NextConfig(**SHAPE, **HEADS), "qwen3_next has layers of type linear_attention"),
+        (lambda: MambaConfig(**SHAPE), "mamba has layers of type linear_attention"),
+        (lambda: OPTConfig(**SHAPE, **HEADS, ffn_dim=32), r"config\.dropout of opt is 0\.1"),
+        (lambda: GPT2Config(n_embd=32, n_head=2, vocab_size=64), r"config\.\w+_pdrop of gpt2 is 0\.1"),
+        (lambda: GPT2Config(n_embd=32, n_head=2, vocab_size=64, **NO_DROPOUT), "GPT2LMHeadModel is not a stack"),
+        (lambda: StableLmConfig(**SHAPE, **HEADS), "StableLmForCausalLM is not a stack"),  # no attention backend
+    ],
+)
+def test_models_with_wrong_logprobs_are_refused(config, message, tmp_path, group):
+    config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        build(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow

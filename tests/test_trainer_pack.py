@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from trainer_cases import random_batch
 
 from trainer.attention import layout_of, packed_attention
-from trainer.pack import demonstrations, empty_micro_batch, micro_batches
+from trainer.pack import demonstrations, empty_micro_batch, micro_batches, update_shares
 
 
 def contexts(micro):
@@ -47,6 +49,44 @@ def test_a_shared_prompt_is_fed_once_and_only_within_its_group():
     fed = sum(len(micro.tokens) for micro in micro_batches(batch, range(8), 10_000, padded=True))
     prompts = batch.lengths - batch.sampled_lengths
     assert fed == (batch.sampled_lengths - 1).sum() + prompts[[0, 4]].sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 16), st.integers(1, 120), st.booleans())
+def test_tokens_and_attention_slots_are_bounded(seed, groups, per_group, budget, padded):
+    """Also where many short responses share a long prompt: few fed tokens, many slots."""
+    batch = random_batch(seed, groups, per_group)
+    micros = micro_batches(batch, range(batch.n_sequences), budget, padded)
+    assert sorted(np.concatenate([m.sequences for m in micros]).tolist()) == list(range(batch.n_sequences))
+    for micro in micros:
+        slots = int(micro.layout.cu_seqlens[-1])
+        assert slots == (batch.lengths[micro.sequences] - 1).sum()
+        assert len(micro.sequences) == 1 or (len(micro.tokens) <= budget and slots <= 2 * budget)
+
+
+def test_a_micro_batch_is_not_closed_early():
+    """Sixteen responses of one token to a prompt of 30: 30 fed tokens, of which three make 90 slots."""
+    prompt, n = list(range(2, 32)), 16
+    batch = demonstrations([(prompt, [5])] * n)
+    batch.groups[:] = 0
+    assert [len(m.sequences) for m in micro_batches(batch, range(n), 30, padded=False)] == [2] * 8
+    assert [len(m.sequences) for m in micro_batches(batch, range(n), 45, padded=False)] == [3, 3, 3, 3, 3, 1]
+    assert [len(m.sequences) for m in micro_batches(batch, range(n), 240, padded=False)] == [16]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=9), st.integers(1, 6))
+def test_updates_get_whole_groups(sizes, updates):
+    groups = np.repeat(np.arange(len(sizes)) * 3, sizes)
+    shares = update_shares(SimpleNamespace(groups=groups, n_sequences=len(groups)), updates)
+    assert len(shares) == updates
+    assert np.concatenate(shares).tolist() == list(range(len(groups)))  # neighbours stay together
+    if len(sizes) >= updates:
+        held = [set(groups[share].tolist()) for share in shares]
+        assert sum(map(len, held)) == len(sizes)  # no group in two updates
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+    else:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_sequences_without_samples_and_empty_shares_feed_nothing():

@@ -1,5 +1,7 @@
 """The step: its gradient against plain transformers and autograd in f64, whatever the micro-batches and ranks."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from trainer_cases import (
+    ALGORITHMS,
     first_gradient,
     new_trainer,
     plain_logprobs,
@@ -47,6 +50,13 @@ def exact(models):
     return {kind: reference_gradient(models[kind], random_batch(gaps=True), TEMPERATURE) for kind in KINDS}
 
 
+@pytest.fixture(scope="module", params=[name for name in ALGORITHMS if name != "token_mean"])
+def algorithm(request, models):
+    """Name of an algorithm and its exact gradient on the small dense model."""
+    batch = random_batch(gaps=True)
+    return request.param, reference_gradient(models["llama-tied"], batch, TEMPERATURE, request.param)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_the_gradient_is_autograds_for_every_token_budget(models, exact, kind, budget):
@@ -55,6 +65,20 @@ def test_the_gradient_is_autograds_for_every_token_budget(models, exact, kind, b
     assert relative_error(first_gradient(trainer), exact[kind]) < 1e-5
     whole = torch.cat([g.flatten() for g in exact[kind].values()]).norm().item()
     assert metrics["trainer/grad_norm"] == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_so_it_is_for_other_denominators(models, algorithm, budget):
+    name, expected = algorithm
+    trainer = new_trainer(models["llama-tied"], ALGORITHMS[name], tokens_per_micro_batch=budget)
+    trainer.step(random_batch(gaps=True))
+    assert relative_error(first_gradient(trainer), expected) < 1e-5
+
+
+def test_two_ranks_have_it_for_other_denominators(ranks, algorithm):
+    name, expected = algorithm
+    for rank in ranks:
+        assert relative_error(rank[name], expected) < 1e-5
 
 
 def test_normalised_weights_take_an_extra_pass_and_divide_by_their_mean(models, exact):
@@ -78,6 +102,14 @@ def two_ranks(rank, store, models, results):
                 metrics = trainer.step(batch.select(share[rank]))
                 found[kind, name] = (first_gradient(trainer), metrics)
             found[kind, "weights"] = {name: w.clone() for name, w in trainer.weights()}
+        halves = batch.select(shares["halves"][rank])
+        for name, algo in ALGORITHMS.items():
+            trainer = new_trainer(models["llama-tied"], algo)
+            trainer.step(halves)
+            found[name] = first_gradient(trainer)
+        trainer = new_trainer(models["llama-tied"], replicas=2)
+        norm = trainer.step(halves)["trainer/grad_norm"]
+        found["hsdp"] = (first_gradient(trainer), norm)
         trainer = new_trainer(
             models["llama-tied"], AlgoConfig(kl=KlConfig(coef=0.1)), updates_per_rollout=3, replicas=2
         )
@@ -85,9 +117,7 @@ def two_ranks(rank, store, models, results):
         trainer.begin_rl()
         trainer.step(batch.select(shares["one empty"][rank]))
         found["replicas"] = {name: w.clone() for name, w in trainer.weights()}
-        bad = msgspec.structs.replace(
-            batch.select(shares["halves"][rank]), rewards=np.full(len(shares["halves"][rank]), 1.0, np.float32)
-        )
+        bad = msgspec.structs.replace(halves, rewards=np.ones(halves.n_sequences, np.float32))
         found["degenerate"] = new_trainer(models["llama-tied"]).step(bad)["trainer/grad_norm"]
         torch.save(found, results / f"{rank}.pt")
         dist.barrier()
@@ -123,6 +153,14 @@ def test_two_ranks_export_the_weights_of_one(ranks, models, kind):
             assert (rank[kind, "weights"][name] - tensor).abs().mean() <= 1e-5, name
 
 
+def test_two_replicas_have_the_gradient_of_one_rank(ranks, exact):
+    whole = torch.cat([g.flatten() for g in exact["llama-tied"].values()]).norm().item()
+    for rank in ranks:
+        gradient, norm = rank["hsdp"]
+        assert relative_error(gradient, exact["llama-tied"]) < 1e-5
+        assert norm == pytest.approx(whole, rel=1e-5)
+
+
 def test_replicas_agree_after_sft_kl_and_several_updates(ranks):
     first, second = (rank["replicas"] for rank in ranks)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -150,8 +188,37 @@ def test_several_updates_start_at_ratio_one_and_move_away(models):
     one = new_trainer(models["tiny-qwen3"]).step(random_batch())
     assert one["trainer/ratio_max"] == 1.0 and one["trainer/updates"] == 1
     four = new_trainer(models["tiny-qwen3"], updates_per_rollout=4)
-    metrics = four.step(random_batch())
+    metrics = four.step(random_batch())  # of three groups
     assert metrics["trainer/updates"] == 4 == four.updates and metrics["trainer/ratio_max"] > 1.001
+
+
+def test_several_updates_feed_every_prompt_once(models):
+    batch = random_batch(groups=5)
+    trainer = new_trainer(models["tiny-qwen3"], updates_per_rollout=2, tokens_per_micro_batch=10_000)
+    metrics = trainer.step(batch)
+    prompts = (batch.lengths - batch.sampled_lengths)[::4]
+    assert metrics["trainer/micro_batches"] == 2
+    assert metrics["trainer/packed_frac"] * 2 * 10_000 == pytest.approx(
+        (batch.sampled_lengths - 1).sum() + prompts.sum()
+    )
+
+
+def test_only_weights_that_exist_are_normalised(models):
+    """Without importance weights there is nothing to normalise, and no extra pass for it."""
+    trainer = new_trainer(models["tiny-qwen3"], AlgoConfig(correction=CorrectionConfig(mode="off", normalize=True)))
+    seen = []
+    trainer.policy.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    trainer.step(random_batch())
+    assert seen and all(seen)
+
+
+def test_a_non_finite_logprob_names_the_sample_of_the_batch(models):
+    batch = random_batch()
+    longest_first = np.argsort(-batch.lengths)
+    assert longest_first[5] != 5
+    batch.logprobs[batch.starts[6] - 1] = np.nan  # last token of sample 5
+    with pytest.raises(ValueError, match="sample 5 of the batch has a non-finite rollout log-prob"):
+        new_trainer(models["tiny-qwen3"], tokens_per_micro_batch=10_000).step(batch)
 
 
 def test_bypass_takes_the_rollouts_logprobs_as_old(models):
@@ -204,11 +271,20 @@ def test_every_algorithm_runs_through_the_step(models):
 
 
 def test_the_support_renormalises_the_logprobs(models):
+    """Against a softmax over the logits of two candidates; every third token has itself as the only one."""
     batch = random_batch()
-    support = np.stack([batch.tokens, np.full_like(batch.tokens, -1)], 1)
-    assert (
-        np.abs(new_trainer(models["tiny-qwen3"]).logprobs(msgspec.structs.replace(batch, support=support))).max() == 0
-    )
+    other = (batch.tokens + 5) % 40 + 2
+    support = np.stack([np.where(np.arange(batch.n_tokens) % 3, other, -1), batch.tokens], 1).astype(np.int32)
+    got = new_trainer(models["tiny-qwen3"]).logprobs(msgspec.structs.replace(batch, support=support))
+    model = AutoModelForCausalLM.from_pretrained(models["tiny-qwen3"], dtype=torch.float32)
+    for a, b in itertools.pairwise(batch.starts):
+        ids = torch.from_numpy(batch.tokens[a:b].astype(np.int64))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0] / TEMPERATURE
+        for t in np.flatnonzero(batch.sampled[a:b]):
+            candidates = [int(c) for c in support[a + t] if c >= 0]
+            expected = torch.softmax(logits[t - 1, candidates], 0)[-1].log()
+            assert got[a + t] == pytest.approx(expected.item(), abs=2e-5)
 
 
 @pytest.mark.parametrize("where", ["weights", "advantage"])

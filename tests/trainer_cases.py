@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 from sync.batch import Batch
 from trainer.algo import AlgoConfig
+from trainer.algo.loss import LossConfig
 from trainer.model import ModelConfig, materialize
 from trainer.presets import character_tokenizer
 from trainer.trainer import Trainer, TrainerConfig
@@ -114,8 +115,18 @@ def plain_logprobs(model, batch: Batch, temperature: float) -> list[torch.Tensor
     return result
 
 
-def reference_gradient(directory: Path, batch: Batch, temperature: float) -> dict[str, torch.Tensor]:
-    """f64 gradient of GRPO with token-mean PPO and token TIS (C = 2) at r = 1, written sequence by sequence."""
+ALGORITHMS = {
+    "token_mean": AlgoConfig(),
+    "sequence_mean": AlgoConfig(loss=LossConfig(aggregation="sequence_mean")),
+    "constant": AlgoConfig(loss=LossConfig(aggregation="constant", constant_length=16)),
+    "gspo": AlgoConfig(loss=LossConfig(objective="gspo", aggregation="sequence_mean")),
+}
+
+
+def reference_gradient(
+    directory: Path, batch: Batch, temperature: float, algorithm: str = "token_mean"
+) -> dict[str, torch.Tensor]:
+    """f64 gradient of one of ALGORITHMS at r = 1 with GRPO's advantages and token TIS (C = 2): plain transformers."""
     experts = {"experts_implementation": "eager"} if "moe" in directory.name else {}  # grouped GEMMs know no f64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **experts)
     loss = torch.zeros((), dtype=torch.float64)
@@ -125,8 +136,11 @@ def reference_gradient(directory: Path, batch: Batch, temperature: float) -> dic
         rows = slice(batch.starts[i], batch.starts[i + 1])
         rollout = torch.from_numpy(batch.logprobs[rows][batch.sampled[rows]].astype(np.float64))
         weight = (logp.detach() - rollout).exp().clamp(max=2.0)
-        loss = loss - (weight * advantage * (logp - logp.detach()).exp()).sum()
-    (loss / int(batch.sampled.sum())).backward()
+        change = logp - logp.detach()
+        gain = weight * advantage * (change.mean() if algorithm == "gspo" else change).exp()
+        loss = loss - (gain.mean() if algorithm in ("sequence_mean", "gspo") else gain.sum())
+    total = {"token_mean": int(batch.sampled.sum()), "constant": 16 * batch.n_sequences}
+    (loss / total.get(algorithm, batch.n_sequences)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

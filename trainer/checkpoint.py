@@ -9,7 +9,8 @@ training goes on; at most one save is in flight, and its error is raised by the 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,8 @@ from trainer.trainer import Trainer
 COMPLETE = re.compile(r"step_(\d{6,})")
 EXTRA = "extra.json"
 SHARD_BYTES = 4 * 2**30
-NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt", "*.pth")
+# What an export takes over from the model it began with: configs, tokenizer, chat template, model code; no weights.
+COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +50,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Checkpointer:
-    """Saves and restores one Trainer under `directory`. Every method is a collective over all ranks."""
+    """Saves and restores one Trainer under `directory`. Every method but `settle` is a collective over all ranks."""
 
     def __init__(self, config: CheckpointConfig, directory: Path) -> None:
         self.config, self.directory = config, directory
@@ -85,6 +87,11 @@ class Checkpointer:
         if in_flight is not None:
             in_flight.result()
 
+    def settle(self, seconds: float) -> None:
+        """For a run that ends by an error: lets the save in flight finish, for at most `seconds`. Raises nothing."""
+        if self.in_flight is not None:
+            futures.wait([self.in_flight], timeout=seconds)
+
     def close(self) -> None:
         """Waits, on every rank, until the last save is in place."""
         self.wait()
@@ -107,34 +114,45 @@ class Checkpointer:
         """Puts `trainer` into the state of the newest readable checkpoint, bit for bit, and returns its `extra`.
 
         None if there is no checkpoint. An unreadable one is reported through `warn` and the one before it is tried;
-        ValueError if none can be read. The number of ranks may differ from the one that saved.
+        ValueError if none can be read, or if it lacks the reference policy that algo.kl.coef now asks for. The number
+        of ranks may differ from the one that saved. Learning rate, betas, eps and weight decay stay the config's.
         """
-        candidates = complete(self.directory)[::-1]
+        found = [complete(self.directory)[::-1]]
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        [candidates] = found
         for path in candidates:
-            error = self._try_restore(trainer, path)
+            extra, error = self._try_restore(trainer, path)
             if error is None:
-                return json.loads((path / EXTRA).read_text())
+                return extra
             warn(f"checkpoint {path} cannot be read ({error}), trying the one before it")
         if candidates:
             raise ValueError(f"no checkpoint in {self.directory} can be read; remove it to start anew")
         return None
 
-    def _try_restore(self, trainer: Trainer, path: Path) -> str | None:
-        """None, or what went wrong on some rank; all ranks agree."""
-        error = None
+    def _try_restore(self, trainer: Trainer, path: Path) -> tuple[dict[str, Any], str | None]:
+        """`extra`, and None or what went wrong on some rank; all ranks agree on the latter."""
+        state, extra, saved, error = _state(trainer), {}, {}, None
         try:
-            json.loads((path / EXTRA).read_text())
-            state = _state(trainer)
+            extra = json.loads((path / EXTRA).read_text())
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
-            if not any(name.startswith(_rng_key() + ".") for name in saved):
-                del state[_rng_key()]  # saved by fewer ranks
+        except Exception as failure:  # damaged files raise all kinds of exceptions; every one is reported
+            error = f"{type(failure).__name__}: {failure}"
+        error = self._first(error)  # nobody enters the collective load unless everybody does
+        if error is not None:
+            return extra, error
+        _drop_unsaved(state, saved, path)
+        try:
             load(state, checkpoint_id=path, process_group=self.group)
         except CheckpointException as failure:
             error = _reasons(failure)
-        except Exception as failure:  # damaged files raise all kinds of exceptions; every one is reported
+        except Exception as failure:  # as above
             error = f"{type(failure).__name__}: {failure}"
         else:
             _set_state(trainer, state)
+        return extra, self._first(error)
+
+    def _first(self, error: str | None) -> str | None:
+        """The first error of any rank."""
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error, group=self.group)
         return next((e for e in errors if e is not None), None)
@@ -171,9 +189,21 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     return state
 
 
+def _drop_unsaved(state: dict[str, Any], saved: Container[str], path: Path) -> None:
+    """Takes out of `state` the random states that a run with fewer ranks, or without a GPU, did not save."""
+    if "reference" in state and not any(f"reference.{name}" in saved for name in state["reference"]):
+        raise ValueError(f"checkpoint {path} was saved with algo.kl.coef = 0 and holds no reference policy")
+    key = _rng_key()
+    state[key] = {device: rng for device, rng in state[key].items() if f"{key}.{device}" in saved}
+    if not state[key]:
+        del state[key]
+
+
 def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
     set_model_state_dict(trainer.policy, state["model"])
     set_optimizer_state_dict(trainer.policy, trainer.optimizer, state["optimizer"])
+    for group, fresh in zip(trainer.optimizer.param_groups, trainer.new_optimizer().param_groups, strict=True):
+        group |= {name: fresh[name] for name in ("betas", "eps", "weight_decay")}  # what --resume may have overridden
     if trainer.reference is not None:
         set_model_state_dict(trainer.reference, state["reference"])
     trainer.updates = state["updates"]
@@ -203,10 +233,13 @@ class _ExportWriter:
         self.directory, self.dtype = directory, dtype
         self.partial = directory.with_name(directory.name + ".tmp")
         shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(model_dir, self.partial, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        self.partial.mkdir(parents=True)
+        for file in model_dir.iterdir():
+            if file.is_file() and file.suffix in COPIED and not file.name.endswith(".index.json"):
+                shutil.copy(file, self.partial)
         config = json.loads((self.partial / "config.json").read_text())
-        config.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):  # of the model it began with
+            config.pop(name, None)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (self.partial / "config.json").write_text(json.dumps(config, indent=2))
         self.pending: dict[str, torch.Tensor] = {}

@@ -3,7 +3,8 @@
 Layouts: parameters are fp32 masters, one FSDP group per decoder layer and one for the rest (embedding, final norm,
 head); compute is bf16 or fp32, gradients are reduced in fp32. The transformers module is kept as it is: attention is
 replaced through AttentionInterface and the head is bypassed (trainer/logprob.py).
-What it gives up: soft-capped or scaled logits are refused; loading needs the checkpoint once in rank 0's host memory.
+What it gives up: loading needs the checkpoint once in rank 0's host memory, and every model whose log-probs would be
+wrong here is refused (transformed logits, dropout, layers other than full or sliding-window attention).
 """
 
 import importlib.util
@@ -31,6 +32,8 @@ from trainer.logprob import token_logprobs
 from trainer.pack import MicroBatch
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+OTHER_HEADS = ("classifier_", "summary_")  # config keys of heads that a causal LM does not have
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +178,8 @@ def build_model(
     with torch.device("meta"):
         # experts, where there are any: transformers' default is one grouped GEMM per projection, on every device
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    if not hf._supports_attention_backend or not hasattr(hf.get_decoder(), "layers"):
+        raise ValueError(f"{directory}: {type(hf).__name__} is not a stack of layers whose attention can be replaced")
     if any(isinstance(c, WeightConverter) and len(c.target_patterns) > 1 for c in get_model_conversion_mapping(hf)):
         raise ValueError(f"{directory}: {type(hf).__name__} splits checkpoint tensors, which weights() cannot undo")
     if activation_checkpointing:
@@ -194,8 +199,13 @@ def _refuse_unsupported(config: Any, directory: Path) -> None:
     for name in LOGIT_TRANSFORMS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{directory}: config.{name} changes the logits, which the trainer does not support")
-    if getattr(config, "attention_dropout", 0.0):
-        raise ValueError(f"{directory}: config.attention_dropout must be 0 for training by policy gradient")
+    if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+        raise ValueError(f"{directory}: {config.model_type} has layers of type {', '.join(sorted(others))}; "
+                         f"the trainer computes {' and '.join(sorted(LAYER_TYPES))}")  # fmt: skip
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float) and value and not name.startswith(OTHER_HEADS):
+            raise ValueError(f"{directory}: config.{name} of {config.model_type} is {value}; set it to 0: with dropout "
+                             "the log-probs would be random")  # fmt: skip
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Packs the sequences of a Batch into micro-batches of a bounded number of tokens.
+"""Shares a Batch out over updates, and packs sequences into micro-batches of a bounded number of tokens.
 
 Only what the loss needs is fed, and once: a sequence up to the token before its last sampled one (later tokens predict
 nothing that was sampled); a prompt that several sequences share a single time (in a causal model its hidden states are
@@ -54,36 +54,59 @@ class _Family:
     prompt: int  # tokens before the first sampled one
     tails: NDArray[Any]  # i64 fed tokens after the prompt, per member
 
+    def fitting(self, tokens: int, slots: int) -> int:
+        """How many members, the longest first, feed at most `tokens` tokens and fill at most `slots` slots."""
+        fed, filled = self.prompt + np.cumsum(self.tails), np.cumsum(self.prompt + self.tails)
+        return int(((fed <= tokens) & (filled <= slots)).sum())
+
+    def split(self, count: int) -> "tuple[_Family, _Family]":
+        """The first `count` members, and the rest."""
+        return (
+            _Family(self.members[:count], self.prompt, self.tails[:count]),
+            _Family(self.members[count:], self.prompt, self.tails[count:]),
+        )
+
+
+def update_shares(batch: Batch, updates: int) -> list[NDArray[Any]]:
+    """Indices of the sequences of each of `updates` updates: whole groups, so that each prompt is fed in one update.
+
+    Neighbouring groups stay together; their numbers differ by at most one. With fewer groups than updates, sequences
+    are shared out instead.
+    """
+    groups, group = np.unique(batch.groups, return_inverse=True)
+    if len(groups) < updates:
+        return np.array_split(np.arange(batch.n_sequences), updates)
+    return [np.flatnonzero(group * updates // len(groups) == update) for update in range(updates)]
+
 
 def micro_batches(
     batch: Batch, sequences: Sequence[int] | NDArray[Any], token_budget: int, padded: bool
 ) -> list[MicroBatch]:
     """Micro-batches of at most `token_budget` fed tokens that hold each of `sequences` (indices) once, longest first.
 
-    A longer sequence gets a micro-batch of its own; a sequence without sampled tokens is left out. `padded`: as
+    Attention unpacks shared prompts into slots again: prompt and tail of every member. They are bounded too, by twice
+    the budget (before padding). A longer sequence gets a micro-batch of its own; one without sampled tokens is left
+    out. `padded`: as
     `attention.needs_padding` says. Raises ValueError if a first token is marked as sampled (nothing predicts it) or a
     sampled token is outside its own support.
     """
     result: list[MicroBatch] = []
     current: list[_Family] = []
-    used = 0
-    for family in _families(batch, np.asarray(sequences, np.int64)):
-        total = family.prompt + int(family.tails.sum())
-        if used and used + total > token_budget and total <= token_budget:
-            result.append(_micro_batch(batch, current, padded))
-            current, used = [], 0
-        rest = family
+    room = slots = 0  # fed tokens and slots that `current` has left
+    for rest in _families(batch, np.asarray(sequences, np.int64)):
+        whole = len(rest.members) == rest.fitting(token_budget, 2 * token_budget)
         while len(rest.members):
-            room = token_budget - used - rest.prompt
-            count = int(np.searchsorted(np.cumsum(rest.tails), room, side="right")) if room >= 0 else 0
-            if not count and used:
+            count = rest.fitting(room, slots)
+            if current and (not count or (whole and count < len(rest.members))):
                 result.append(_micro_batch(batch, current, padded))
-                current, used = [], 0
-                continue
-            count = max(1, count)
-            current.append(_Family(rest.members[:count], rest.prompt, rest.tails[:count]))
-            used += rest.prompt + int(rest.tails[:count].sum())
-            rest = _Family(rest.members[count:], rest.prompt, rest.tails[count:])
+                current = []
+            if not current:
+                room, slots = token_budget, 2 * token_budget
+                count = max(1, rest.fitting(room, slots))
+            part, rest = rest.split(count)
+            current.append(part)
+            room -= part.prompt + int(part.tails.sum())
+            slots -= int((part.prompt + part.tails).sum())
     if current:
         result.append(_micro_batch(batch, current, padded))
     return result

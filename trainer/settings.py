@@ -23,11 +23,15 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "constant"
     max_grad_norm: Annotated[float, doc("Gradients above this norm are scaled down to it; 0: never.", ge=0)] = 1.0
     tokens_per_micro_batch: Annotated[
-        int, doc("Packed tokens of one forward and backward; a longer sequence goes alone.", unit="tokens", ge=1)
+        int,
+        doc(
+            "Packed tokens of one forward and backward, shared prompts counted once; attention sees at most twice as"
+            " many, with the prompt of every sequence. A longer sequence goes alone.",
+            unit="tokens",
+            ge=1,
+        ),
     ] = 16384
-    updates_per_rollout: Annotated[
-        int, doc("Optimizer updates per batch, each on its share of the sequences.", ge=1)
-    ] = 1
+    updates_per_rollout: Annotated[int, doc("Optimizer updates per batch, each on its share of the prompts.", ge=1)] = 1
     activation_checkpointing: Annotated[bool, doc("Recompute each decoder layer in the backward; saves memory.")] = (
         False
     )

@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 from sync.batch import Batch
 from trainer.algo import AlgoConfig
 from trainer.algo.advantages import advantage_parts, advantages, overlong_penalty, reward_moments
-from trainer.algo.correction import Correction, correct, normalized
+from trainer.algo.correction import Correction, check_finite, correct, normalized
 from trainer.algo.kl import kl_loss
 from trainer.algo.loss import denominator, policy_loss
 from trainer.algo.mismatch import mismatch
 from trainer.algo.parts import Mean, masked_mean
 from trainer.attention import needs_padding
 from trainer.model import Policy, build_model, reshard
-from trainer.pack import MicroBatch, demonstrations, empty_micro_batch, micro_batches
+from trainer.pack import MicroBatch, demonstrations, empty_micro_batch, micro_batches, update_shares
 from trainer.settings import SftConfig, TrainerConfig, learning_rate
 from trainer.tally import Tally
 
@@ -95,10 +95,11 @@ class Trainer:
 
         self.policy = build(config.activation_checkpointing)
         self.reference = build(False).requires_grad_(False) if algo.kl.coef else None
-        self.optimizer = self._new_optimizer()
+        self.optimizer = self.new_optimizer()
         self.updates = 0  # optimizer updates done by `step`; the schedule's clock
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
+    def new_optimizer(self) -> torch.optim.AdamW:
+        """AdamW as the config describes it, without any state."""
         matrices = [p for p in self.policy.parameters() if p.ndim > 1]
         vectors = [p for p in self.policy.parameters() if p.ndim <= 1]
         groups = [
@@ -114,13 +115,13 @@ class Trainer:
         """All ranks. Updates the policy on this rank's `batch` (groups whole; may be empty) and returns the metrics
         `trainer/…`, the same on every rank.
 
-        Raises FloatingPointError, before anything of that update is applied, if loss or gradient is not finite.
+        Before anything of that update is applied, FloatingPointError if loss or gradient is not finite, ValueError
+        naming the sample of this rank's batch if a log-prob is not.
         """
         began = time.perf_counter()
         tally = Tally(self.device)
         advantages_N = self._advantages(batch, tally)
-        shares = [np.arange(u, batch.n_sequences, self.config.updates_per_rollout)
-                  for u in range(self.config.updates_per_rollout)]  # fmt: skip
+        shares = update_shares(batch, self.config.updates_per_rollout)
         updates = [
             [self._work(batch, micro, advantages_N) for micro in micros] for micros in self._equal_counts(batch, shares)
         ]
@@ -181,7 +182,8 @@ class Trainer:
 
     def _needs_old_pass(self) -> bool:
         correction = self.algo.correction
-        return correction.mode != "bypass" and (self.config.updates_per_rollout > 1 or correction.normalize)
+        normalize = correction.mode == "decoupled" and correction.normalize
+        return correction.mode != "bypass" and (self.config.updates_per_rollout > 1 or normalize)
 
     def _old_pass(self, works: list[Work], tally: Tally) -> None:
         """log π_old and the correction of every micro-batch, before the parameters move."""
@@ -199,6 +201,9 @@ class Trainer:
     def _correct(self, work: Work, logp_R: Tensor, tally: Tally, measure: bool) -> Correction:
         """Fills `work.old_R` and `work.correction` from the trainer's log-probs; `measure`: they are π_old's."""
         rows = (torch.ones_like(work.roll_R, dtype=torch.bool), work.micro.sequence, len(work.advantages_n))
+        samples = work.micro.sequences.tolist()
+        check_finite("trainer", logp_R, *rows[:2], samples)
+        check_finite("rollout", work.roll_R, *rows[:2], samples)
         if measure:
             tally.add(mismatch(logp_R, work.roll_R, *rows))
         work.old_R = work.roll_R if self.algo.correction.mode == "bypass" else logp_R
@@ -302,7 +307,7 @@ class Trainer:
     def begin_rl(self) -> None:
         """Call between the last `sft_step` and the first `step`: a fresh optimizer and schedule, and the policy as it
         now is becomes the reference of the KL term."""
-        self.optimizer, self.updates = self._new_optimizer(), 0
+        self.optimizer, self.updates = self.new_optimizer(), 0
         if self.reference is not None:
             reshard(self.reference)
             for mine, theirs in zip(self.reference.parameters(), self.policy.parameters()):

@@ -55,16 +55,6 @@ def reward_moments(rewards_N: Tensor) -> Tensor:
     return torch.stack([torch.full_like(x_N.sum(), x_N.numel()), x_N.sum(), (x_N * x_N).sum()])
 
 
-def degenerate_groups(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """bool[N]: True where all rewards of the sequence's group are equal: comparing them teaches nothing."""
-    inverse_N, size_G = _groups(groups_N)
-    extreme = {
-        reduce: rewards_N.new_zeros(len(size_G)).scatter_reduce(0, inverse_N, rewards_N, reduce, include_self=False)
-        for reduce in ("amin", "amax")
-    }
-    return (extreme["amin"] == extreme["amax"])[inverse_N]
-
-
 def advantages(rewards_N: Tensor, groups_N: Tensor, config: AdvantageConfig, moments: Tensor | None = None) -> Tensor:
     """Advantage of each sequence, f32[N], always finite for finite rewards.
 
@@ -80,7 +70,8 @@ def advantages(rewards_N: Tensor, groups_N: Tensor, config: AdvantageConfig, mom
         variance = (squares / count.clamp(min=1) - mean * mean).clamp(min=0)
         return ((x_N - mean) / (variance.sqrt() + config.eps)).float()
 
-    inverse_N, size_G = _groups(groups_N)
+    _, inverse_N, size_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
+    size_G = size_G.double()
     others_G = (size_G - 1).clamp(min=1)
     mean_G = torch.zeros_like(size_G).index_add(0, inverse_N, x_N) / size_G
     centred_N = x_N - mean_G[inverse_N]
@@ -103,9 +94,3 @@ def advantage_parts(advantages_N: Tensor) -> Parts:
         "trainer/advantage_mean": Mean(x_N.sum(), count),
         "trainer/advantage_square": Mean(x_N.square().sum(), count),
     }
-
-
-def _groups(groups_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of each sequence's group in [0, G), i64[N], and the sizes, f64[G]."""
-    _, inverse_N, size_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
-    return inverse_N, size_G.double()

@@ -22,11 +22,13 @@
 Sources: Yao et al. "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); FP8-RL, arXiv
 2601.18150; verl's rollout correction docs (rejection, veto); slime (MIS leaves the denominator); Ring IcePop.
 
-The caller's order: `correct` per micro-batch; with `normalize`, sum `Correction.totals` over micro-batches and ranks,
-then `normalized`; `loss.denominator` of `keep_T`; `loss.policy_loss` with `keep_T` and `weight_T`.
+The caller's order: `check_finite` and `correct` per micro-batch; with `normalize`, sum `Correction.totals` over
+micro-batches and ranks, then `normalized`; `loss.denominator` of `keep_T`; `loss.policy_loss` with `keep_T` and
+`weight_T`.
 Shape letters and `mask_T`, `sequence_T`: see packed.py.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -102,15 +104,13 @@ def correct(
 ) -> Correction:
     """Weights and loss mask of one micro-batch, from f32 log-probs of the trainer and of the rollout.
 
-    In bypass mode there is no π_old: pass the rollout's log-probs twice. Raises ValueError naming the first sequence
-    with a non-finite log-prob on a masked token (this waits for the device).
+    In bypass mode there is no π_old: pass the rollout's log-probs twice. On masked tokens they must be finite: see
+    `check_finite`.
 
     Metrics, before normalisation: `trainer/correction_truncated_frac` (tokens whose weight was capped),
     `_masked_frac` (tokens that mis or icepop took out), both of the sampled tokens; `_weight_mean`, `_ess` over kept
     tokens; `_rejected_seq_frac` of the sequences (rejection and veto).
     """
-    check_finite("trainer", old_logp_T, mask_T, sequence_T)
-    check_finite("rollout", roll_logp_T, mask_T, sequence_T)
     with torch.no_grad():
         ell_T = log_ratio(old_logp_T.double(), roll_logp_T.double(), mask_T)
         rejected_N = _rejected(ell_T, mask_T, sequence_T, n_sequences, config)
@@ -140,14 +140,19 @@ def normalized(correction: Correction, totals: Tensor) -> Correction:
     return correction._replace(weight_T=(correction.weight_T.double() / scale).float())
 
 
-def check_finite(whose: str, logp_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> None:
-    """Raises ValueError naming the sequence (and its token) of the first masked log-prob that is NaN or infinite."""
+def check_finite(whose: str, logp_T: Tensor, mask_T: Tensor, sequence_T: Tensor, samples_N: Sequence[int]) -> None:
+    """Raises ValueError naming the sample (and its token) of the first masked log-prob that is NaN or infinite.
+
+    `samples_N`: what the sequences are called in the message. Waits for the device.
+    """
     bad_T = mask_T & ~logp_T.isfinite()
     if bad_T.any():
         token = int(bad_T.nonzero()[0])
-        sample = int(sequence_T[token])
-        token -= int((sequence_T == sample).nonzero()[0])
-        raise ValueError(f"sample {sample} of the micro-batch has a non-finite {whose} log-prob at its token {token}")
+        sequence = int(sequence_T[token])
+        token -= int((sequence_T == sequence).nonzero()[0])
+        raise ValueError(
+            f"sample {samples_N[sequence]} of the batch has a non-finite {whose} log-prob at its sampled token {token}"
+        )
 
 
 def _weights(
