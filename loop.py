@@ -135,7 +135,7 @@ class Loop:
             self._warm_start()
         with self.console.progress("starting SGLang", 1):
             self.host.start()
-        self._event("engine", f"SGLang {self.host.sglang} runs", warn=False)
+        self._event("started", f"SGLang {self.host.sglang} runs", warn=False)
         self._swap(self.at.version)
 
     def _header(self) -> None:
@@ -159,6 +159,7 @@ class Loop:
         sft, ranks = self.config.sft, self.ranks
         if not sft.steps:
             return
+        stats: dict[str, float] = {}
         with self.console.progress("supervised warm start", sft.steps) as advance:
             for step in range(sft.steps):
                 pairs = self.prompts.demonstrations(_SFT_CURSOR + step * sft.batch_size, sft.batch_size)

@@ -42,6 +42,7 @@ class CpuFp8Config(fp8.Fp8Config):
 class Fp8LinearMethod(fp8.Fp8LinearMethod):
     """y = fp8(x) dequantized(W)^T + b, products and sums in float32, result in x's dtype."""
 
+    quant_config: CpuFp8Config
     weight_block_size: list[int]  # never None: CpuFp8Config
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -55,6 +56,7 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
 class Fp8MoEMethod(fp8.Fp8MoEMethod):
     """Experts with FP8 inputs of both products; see cpu_ops.experts."""
 
+    quant_config: CpuFp8Config
     weight_block_size: list[int]
 
     def create_moe_runner(self, layer: Any, moe_runner_config) -> None:

@@ -60,7 +60,7 @@ class _NoteCopies(TorchDispatchMode):
             if name is not None:
                 source = source.to(target.device, target.dtype).expand(target.shape)
                 for strip, part in zip(_strips(target), _strips(source, like=target), strict=True):
-                    self.expected[name, strip.storage_offset()] = (strip, checksum(part))
+                    self.expected[name, int(strip.storage_offset())] = (strip, checksum(part))
                 return target
         return func(*args, **(kwargs or {}))
 

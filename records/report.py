@@ -28,7 +28,7 @@ from records.metrics import METRICS
 
 MAX_SAMPLES = 2000  # rows in the page's table
 MAX_SAMPLE_CHARS = 4_000_000  # over all samples: keeps the page below about 8 MB
-ROUTINE = ("sft", "resumed")  # kinds of events that are no reason to worry
+ROUTINE = ("sft", "started", "resumed")  # kinds of events that are no reason to worry
 
 
 def write_report(run_dir: Path) -> Path:

@@ -96,7 +96,7 @@ def test_every_recipe_resolves(name):
         (["--config", "demo", "model.path=x"], "model: model needs exactly one of path and preset"),
         (["--config", "demo", "rollout.group_size=1"], "rollout.group_size = 1"),
         (["--config", "demo", "rollout.max_tokens=64"], "engine.context_length = 64 must be at least 82"),
-        (["--config", "demo", "trainer.updates_per_rollout=1000"], "more than the 256 samples"),
+        (["--config", "demo", "trainer.updates_per_rollout=1000"], "more than the 512 samples"),
         (["--config", "demo", "rollout.replay_support=true"], "set top_k from 1 to 1024"),
         (["--config", "demo", "algo.correction.mode=bypass"], "importance: none"),
         (["--config", "demo", "task.name=arithmetik"], "arithmetic"),

@@ -239,13 +239,13 @@ def test_project_obeys(rule: Callable[[Tree], list[str]], project: Tree) -> None
 # --- the rules can fail -----------------------------------------------------------------------------------------------
 
 GOOD = {
-    "launch.py": "import config\nfrom engine import host\nimport trainer.trainer, records.log, settings\n",
-    "config.py": "from engine.host import EngineConfig\nfrom trainer.trainer import TrainerConfig\nimport settings\n",
+    "launch.py": "import config\nfrom engine import child\nimport trainer.trainer, records.log, settings\n",
+    "config.py": "from engine.child import EngineConfig\nfrom trainer.trainer import TrainerConfig\nimport settings\n",
     "settings.py": "import yaml\nimport settings_help\nfrom sync.fields import doc\n",
     "settings_help.py": "import rich\n",
     "sync/fields.py": "import msgspec\n",
     "sync/push.py": "from . import fields\nfrom .fields import doc\n",
-    "engine/host.py": "import sglang\nfrom sync import push\ndef f():\n    import sglang.srt\n",
+    "engine/child.py": "import sglang\nfrom sync import push\ndef f():\n    import sglang.srt\n",
     "engine/tasks/__init__.py": "from engine.tasks import arithmetic\nimport transformers\n",
     "engine/tasks/arithmetic.py": "import re\n",
     "trainer/__init__.py": "",
@@ -253,7 +253,7 @@ GOOD = {
     "trainer/fp8/__init__.py": "def f():\n    import transformer_engine.pytorch as te\n    from deep_gemm import x\n",
     "records/log.py": "from sync.batch import Batch\n",
     "sync/batch.py": "import numpy\ntry:\n    x\nexcept OSError:\n    pass\nexcept Exception:\n    raise\n",
-    "tests/test_all.py": "import sglang, launch, engine.host, trainer.trainer\n",
+    "tests/test_all.py": "import sglang, launch, engine.child, trainer.trainer\n",
     "README.md": "usr/root/x, https://example.org/opt/x, ~/work/x, $HOME/work/x, runs/work/x\n",
 }
 

@@ -139,7 +139,7 @@ def _ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def demonstrations(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+def demonstrations(pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Batch:
     """A Batch of (prompt ids, response ids), one group each, whose response tokens count as sampled; no rewards.
 
     Raises ValueError for an empty prompt or response.

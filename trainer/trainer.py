@@ -281,7 +281,7 @@ class Trainer:
 
     # ---------------------------------------------------------------- supervised warm start
 
-    def sft_step(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], lr: float) -> dict[str, float]:
+    def sft_step(self, pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]], lr: float) -> dict[str, float]:
         """All ranks. One supervised update on this rank's (prompt ids, response ids), which may be none.
 
         The loss is the mean negative log-prob of all ranks' response tokens at the trainer's temperature, so that it is
