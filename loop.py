@@ -159,14 +159,16 @@ class Loop:
         sft, ranks = self.config.sft, self.ranks
         if not sft.steps:
             return
-        stats: dict[str, float] = {}
+        losses: list[float] = []
         with self.console.progress("supervised warm start", sft.steps) as advance:
             for step in range(sft.steps):
                 pairs = self.prompts.demonstrations(_SFT_CURSOR + step * sft.batch_size, sft.batch_size)
-                stats = self.trainer.sft_step(pairs[ranks.rank :: ranks.world], sft.lr)
+                losses.append(self.trainer.sft_step(pairs[ranks.rank :: ranks.world], sft.lr)["trainer/loss"])
                 advance(1)
+                if len(losses) >= 5 and sum(losses[-5:]) / 5 < sft.target_loss:
+                    break
         self.trainer.begin_rl()
-        text = f"{sft.steps} supervised updates, last loss {stats['trainer/loss']:.3f} nats"
+        text = f"{len(losses)} supervised updates, last loss {losses[-1]:.3f} nats"
         self._event("sft", text, warn=False)
 
     # ---------------------------------------------------------------- one step

@@ -45,6 +45,9 @@ class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Supervised steps on the task's demonstrations before the first rollout."""
 
     steps: Annotated[int, doc("Supervised updates; 0: none.", unit="updates", ge=0)] = 0
+    target_loss: Annotated[
+        float, doc("End early, when the mean loss of 5 updates is below this; 0: never.", unit="nats", ge=0)
+    ] = 0.0
     batch_size: Annotated[int, doc("Demonstrations per update, over all ranks.", unit="sequences", ge=1)] = 64
     lr: Annotated[float, doc("Learning rate of these updates, constant.", gt=0)] = 1e-3
 
