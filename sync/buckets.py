@@ -31,4 +31,4 @@ def views(staging: Tensor, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]
 
 def checksum(data: Tensor) -> int:
     """XXH3 (64 bit) of the bytes of a tensor of any dtype, on any device."""
-    return xxhash.xxh3_64_intdigest(memoryview(data.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()))
+    return xxhash.xxh3_64_intdigest(data.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
