@@ -173,8 +173,9 @@ class _Updater:
         reports = [json.loads(path.read_text()) for path in self.reports.iterdir()]
         if not reports:
             raise RuntimeError("the weight verifier left no report")
-        if wrong := sorted({name for report in reports for name in report["wrong"]}):
-            raise RuntimeError(f"{len(wrong)} engine parameters differ from what was sent: {', '.join(wrong[:4])}")
+        for kind, what in (("wrong", "differ from what was sent"), ("unwritten", "were left out by SGLang's loader")):
+            if names := sorted({name for report in reports for name in report[kind]}):
+                raise RuntimeError(f"{len(names)} engine parameters {what}: {', '.join(names[:4])}")
         return min(report["verified"] for report in reports)
 
     async def end(self) -> None:

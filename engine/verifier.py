@@ -20,6 +20,7 @@ from sync.buckets import checksum, views
 from sync.messages import Entry
 
 BUCKET, ENTRIES, REPORT = "bucket", "entries", "report"
+ENGINES_OWN = ("attn.k_scale", "attn.v_scale")  # parameters that no checkpoint of a plain KV cache fills
 _STATE = "_hotswap_expected"  # attribute of the model: what each written strip must hold
 
 
@@ -28,7 +29,7 @@ def verify(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> N
 
     `named_tensors` are BUCKET (uint8) and ENTRIES (its msgpack list of `Entry`, as uint8), once per bucket, or REPORT
     alone (a directory, as uint8 text), once per swap: it writes `<pid>.json` = {"verified": parameters, "wrong":
-    [names]} there. Uint8 tensors are all that SGLang's loader interface carries.
+    [names], "unwritten": [names]} there. Uint8 tensors are all that SGLang's loader interface carries.
     """
     given = dict(named_tensors)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -83,5 +84,7 @@ def _compare(parameters: dict[str, Tensor], expected: dict[tuple[str, int], tupl
             wrong.add(name)
         covered[name] += max(0, offset + strip.numel() - max(offset, ends.get(name, 0)))
         ends[name] = max(ends.get(name, 0), offset + strip.numel())
-    wrong |= {name for name, count in covered.items() if count != parameters[name].numel()}
-    return {"verified": len(parameters) - len(wrong), "wrong": sorted(wrong)}
+    unwritten = {name for name, count in covered.items() if count != parameters[name].numel()}
+    unwritten = {name for name in unwritten if covered[name] or not name.endswith(ENGINES_OWN)} - wrong
+    verified = sum(covered[name] > 0 for name in parameters.keys() - wrong - unwritten)
+    return {"verified": verified, "wrong": sorted(wrong), "unwritten": sorted(unwritten)}
