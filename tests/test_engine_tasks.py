@@ -260,7 +260,7 @@ def test_unknown_names() -> None:
         TaskConfig(name="aritmetic")
     with pytest.raises(ValueError, match=r"unknown task 'reasoning_gym:chain_sun'; nearest: reasoning_gym:chain_sum"):
         load_task(TaskConfig(name="reasoning_gym:chain_sun"), 0)
-    with pytest.raises(ValueError, match=r"Invalid enum value 'sorted'.*allowed keys: kind, digits, partial"):
+    with pytest.raises(ValueError, match=r"Invalid enum value 'sorted'.*allowed keys: kind, digits, distinct, partial"):
         arithmetic(kind="sorted")
     with pytest.raises(ValueError, match="system_prompt needs a chat template"):
         TaskConfig(chat_template=False, system_prompt="Be brief.")
