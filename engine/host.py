@@ -189,6 +189,8 @@ class EngineHost:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # what SGLang left behind; all are in the child's own group
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process = self.channel = None
 
     def _slots(self, prompts: list[Any], sampling: Sampling) -> Slots:
