@@ -33,6 +33,9 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars would break up ours
     # CPU threads that spin while they wait for each other stop a busy machine: 12 times slower beside another job.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # The engine unmaps its memory between rollouts (torch_memory_saver): NCCL must not map or register buffers its way.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     from config import Config  # after --list, since it imports torch
 
     if options.help:

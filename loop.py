@@ -5,9 +5,10 @@ anything follows from it, so that collectives stay in step.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from config import Config
 from engine.host import EngineDied, EngineError, EngineHost
 from engine.rewards import RewardPool
-from engine.rollout import Rollout, Sample, Sampler, Stats
+from engine.rollout import Evaluation, Rollout, Sample, Sampler, Stats
 from engine.tasks import load_task
 from engine.tasks.prompts import Prompts
 from engine.tasks.tokenizer import load_tokenizer
@@ -25,7 +26,10 @@ from records import log as records
 from records.console import RunConsole
 from records.log import RunLog
 from sync.batch import FINISH_REASONS
-from sync.push import SwapError, Wire, push
+from sync.encode import Wire
+from sync.ledger import Ledger
+from sync.phases import PhaseError, Phases
+from sync.push import Pusher, SwapError
 from trainer.checkpoint import Checkpointer, export_hf
 from trainer.model import materialize
 from trainer.trainer import Trainer
@@ -35,7 +39,8 @@ _SETTLE_S = 60.0  # longest wait of a failed run for the checkpoint it is writin
 
 
 # Errors whose message says all there is to say; anything else is a bug and shows its traceback.
-USER_ERRORS = (ValueError, OSError, FloatingPointError, EngineDied, EngineError, SwapError)
+USER_ERRORS = (ValueError, OSError, FloatingPointError, EngineDied, EngineError, PhaseError, SwapError)
+T = TypeVar("T")
 
 
 class Position(msgspec.Struct):
@@ -91,10 +96,20 @@ class Loop:
             total_steps=config.steps,
             max_response_tokens=config.rollout.max_tokens,
         )
+        self.ledger = Ledger(ranks.device, lambda: self.host.process.pid if self.host.process else None)
+        self.phases = Phases(self.host, self.trainer, ranks.agree, self.ledger.measure)
         self.checkpoints = Checkpointer(config.checkpoint, run_dir / "checkpoints")
         stack.callback(self.checkpoints.settle, _SETTLE_S)
         dtype = getattr(torch, self.host.server_args["dtype"])
-        self.wire = Wire(config.fp8, self.host.model["num_hidden_layers"], dtype)
+        self.pusher = Pusher(
+            self.host,
+            Wire(config.fp8, self.host.model["num_hidden_layers"], dtype),
+            config.sync,
+            self.host.reports,
+            ranks.device,
+            self.trainer.shard_group,
+            ranks.first_problem,
+        )
 
     def _host(self) -> EngineHost:
         config = self.config
@@ -103,7 +118,6 @@ class Loop:
             config.engine,
             self.model_dir,
             config.fp8.sglang_quantization_config(layers, self.names) if config.fp8.enabled else None,
-            config.sync.bucket_mb * 2**20,
             self.run_dir / f"engine-rank{self.ranks.rank}.log",
             config.seed + self.ranks.rank,
             self.ranks.device,
@@ -133,7 +147,7 @@ class Loop:
         self._header()
         if saved is None:
             self._warm_start()
-        with self.console.progress("starting SGLang", 1):
+        with self.console.progress("starting SGLang", 1), self.phases.start():
             self.host.start()
         self._event("started", f"SGLang {self.host.sglang} runs", warn=False)
         self._swap(self.at.version)
@@ -182,46 +196,61 @@ class Loop:
         metrics |= self._combined(rollout.stats)
         with self._timed("time/train_s"):
             metrics |= self._train(rollout)
+        self.at.step = step + 1
+        if self._due(self.config.checkpoint.every, step + 1):  # before the swap: it needs the optimizer in memory
+            self._save(self.at.version + 1)
         with self._timed("time/sync_s"):
             metrics |= self._swap(self.at.version + 1)
-        self.at.step = step + 1
-        if self._due(self.config.checkpoint.every, step + 1):
-            with self._timed("time/checkpoint_s"):
-                self.checkpoints.save(self.trainer, self.at.step, msgspec.to_builtins(self.at))
         metrics["engine/restarts"] = self.ranks.combine({}, {"x": self.host.starts - 1.0}, {})["x"]
         metrics["engine/tokens_per_s"] = metrics["engine/sampled_tokens"] / self.times["time/rollout_s"]
+        metrics |= self.ledger.take(lambda peaks: self.ranks.combine({}, {}, peaks))
         metrics |= self.times | {"time/step_s": time.perf_counter() - began}
         self.log.write(step, metrics)
         self._write_samples(step, rollout.samples)
         self.console.step(step, self.config.steps, metrics)
 
     def _rollout(self) -> Rollout:
-        """This rank's samples. An engine that dies is started again, gets the same weights, and samples anew."""
-        rollout, size = None, self.config.rollout
-        share = size.prompts_per_step / self.ranks.world
-        while True:
-            error = None
-            try:
-                if rollout is None:
-                    with self.console.progress("rollout", share * size.group_size) as advance:
-                        rollout = self.sampler.rollout(self.at.cursor, advance)
-            except EngineDied as death:
-                error = death
-            if self.ranks.agree(error is None):
-                assert rollout is not None
-                break
-            self._revive(error)
-            self._swap(self.at.version)
+        """This rank's samples."""
+        size = self.config.rollout
+
+        def sample() -> Rollout:
+            share = size.prompts_per_step / self.ranks.world
+            with self.console.progress("rollout", share * size.group_size) as advance:
+                return self.sampler.rollout(self.at.cursor, advance)
+
+        rollout = self._sampled(sample)
         self.at.cursor += self.ranks.largest(rollout.rounds) * size.prompts_per_step
         self._tell("reward", rollout.first_error)
         return rollout
+
+    def _sampled(self, sample: Callable[[], T]) -> T:
+        """What `sample` returns. An engine that dies is started again, gets the same weights, and samples anew."""
+        done: list[T] = []
+        while True:
+            error = None
+            try:
+                with self.phases.rollout():
+                    if not done:
+                        done.append(sample())
+            except (EngineDied, PhaseError) as failure:
+                error = failure
+            if self.ranks.agree(error is None):
+                return done[0]
+            self._revive(error)
+            self._swap(self.at.version)
 
     def _train(self, rollout: Rollout) -> dict[str, float]:
         if not self.ranks.largest(rollout.batch.n_sequences):
             self._event("rollout", f"step {self.at.step}: no usable sample, so there is no update")
             return {}
-        with self.console.progress("training", 1):
+        with self.phases.train(), self.console.progress("training", 1):
             return self.trainer.step(rollout.batch)
+
+    def _save(self, version: int) -> None:
+        """A checkpoint; `version` is that of the trainer's weights, which the engine may not have yet."""
+        with self._timed("time/checkpoint_s"), self.phases.train():
+            at = msgspec.structs.replace(self.at, version=version)
+            self.checkpoints.save(self.trainer, at.step, msgspec.to_builtins(at))
 
     def _swap(self, version: int) -> dict[str, float]:
         """Gives every engine the trainer's weights as `version`; engines that die on the way are started again."""
@@ -229,45 +258,53 @@ class Loop:
         while True:
             verify = config.verify == "always" or (config.verify == "first" and self.host.unverified)
             try:
-                stats = push(self.trainer.weights, self.host, version, self.wire, config, self.ranks.agree, verify)
+                with self.phases.sync():
+                    stats = self.pusher.push(self.trainer.shards, version, verify)
                 break
-            except SwapError as error:  # raised by all ranks alike
-                dead = not self.host.alive
-                if not self.ranks.largest(dead):
-                    raise
-                self._revive(EngineDied(str(error)) if dead else None)
+            except (PhaseError, SwapError) as error:  # raised by all ranks alike
+                self._revive(error)
         self.host.unverified = self.host.unverified and not verify
         self.at.version = version
+        if stats["sync/plan_s"]:
+            self._event("swap", self._plan_text(stats), warn=False)
         return stats
 
-    def _revive(self, death: EngineDied | None) -> None:
-        """All ranks: restarts this rank's engine if it died. Raises EngineDied when it may not be started again."""
-        self._tell("engine", None if death is None else str(death))
-        if death is not None:
-            self.host.restart()
-        self._tell("engine", None if death is None else "started again")
+    def _plan_text(self, stats: dict[str, float]) -> str:
+        """What is worth knowing of a copy plan that was just made."""
+        text = f"copy plan of {stats['sync/tensors']:.0f} tensors made in {stats['sync/plan_s']:.1f} s"
+        if verified := stats["sync/verified_params"]:
+            text += f", {verified:.0f} engine parameters equal to what SGLang's own loader writes"
+        if stock := self.pusher.stock:
+            name, why = next(iter(stock.items()))
+            text += f"; {len(stock)} tensors stay with that loader, such as {name} ({why})"
+        return text
+
+    def _revive(self, error: Exception | None) -> None:
+        """All ranks, after an `error` on some of them: starts engines that died again. Raises `error` if none did,
+        EngineDied when one may not be started again."""
+        dead = not self.host.alive
+        if not self.ranks.largest(dead):
+            raise error or AssertionError("ranks disagree on a failure without a dead engine")
+        self._tell("engine", str(error or "the engine ended") if dead else None)
+        if dead:
+            with self.phases.start():
+                self.host.restart()
+        self._tell("engine", "started again" if dead else None)
 
     # ---------------------------------------------------------------- evaluation, records, end
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy of the weights after `step` updates. An engine that dies here is handled like one in a rollout."""
-        result = None
+        """Accuracy of the weights after `step` updates."""
+
+        def sample() -> Evaluation:
+            total = self.config.eval.prompts * self.config.eval.samples / self.ranks.world
+            with self.console.progress("evaluation", total) as advance:
+                return self.sampler.evaluate(advance)
+
         with self._timed("time/eval_s"):
-            while True:
-                error = None
-                try:
-                    if result is None:
-                        total = self.config.eval.prompts * self.config.eval.samples / self.ranks.world
-                        with self.console.progress("evaluation", total) as advance:
-                            result = self.sampler.evaluate(advance)
-                except EngineDied as death:
-                    error = death
-                if self.ranks.agree(error is None):
-                    assert result is not None
-                    self._tell("reward", result.first_error)
-                    return self._combined(Stats(result.means, {}, {}))
-                self._revive(error)
-                self._swap(self.at.version)
+            result = self._sampled(sample)
+        self._tell("reward", result.first_error)
+        return self._combined(Stats(result.means, {}, {}))
 
     def finish(self) -> None:
         """The last evaluation, checkpoint and export."""
@@ -277,9 +314,9 @@ class Loop:
             self.log.write(config.steps, metrics)
             self.console.step(config.steps, config.steps, metrics)
         if config.checkpoint.every and self.at.step % config.checkpoint.every:
-            self.checkpoints.save(self.trainer, self.at.step, msgspec.to_builtins(self.at))
+            self._save(self.at.version)
         if config.checkpoint.export_hf:
-            with self.console.progress("exporting", 1):
+            with self.phases.train(), self.console.progress("exporting", 1):
                 export_hf(self.trainer, self.run_dir / "export")
         self.checkpoints.close()
         self.console.note(f"report: {self.run_dir / 'report.html'}")

@@ -43,6 +43,12 @@ class Ranks:
         dist.all_reduce(vote, dist.ReduceOp.MIN)
         return bool(vote.item())
 
+    def first_problem(self, problem: str) -> str:
+        """What the first rank with a problem says; "" if none has one."""
+        if not self.largest(int(bool(problem))):
+            return ""
+        return self.gather(problem or None)[0]
+
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers."""
         box = torch.tensor([number])

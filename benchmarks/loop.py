@@ -45,13 +45,15 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.figure import figure
-from benchmarks.ours import random_batch, recipe
+from benchmarks.ours import alone, random_batch, recipe
 from benchmarks.sides import Side
 from engine.host import EngineConfig, EngineHost
 from engine.protocol import Sampling
 from engine.tasks import load_task
-from sync.push import SyncConfig, Wire, push
+from sync.encode import Wire
+from sync.push import Pusher, SyncConfig
 from sync.quantize import Fp8Config
+from sync.shards import whole
 from trainer.algo.advantages import AdvantageConfig, advantages
 from trainer.model import ModelConfig, materialize
 
@@ -124,7 +126,7 @@ def _engine(model: Path, work: Path, fp8: bool) -> Iterator[EngineHost]:
     config = EngineConfig(context_length=128, max_running_requests=256, record_experts=fp8)
     form = Fp8Config(enabled=fp8)
     quantization = form.sglang_quantization_config(layers, list(weights)) if fp8 else None
-    host = EngineHost(config, model, quantization, 2**26, work / f"engine-{'fp8' if fp8 else 'stock'}.log", 0, CPU)
+    host = EngineHost(config, model, quantization, work / f"engine-{'fp8' if fp8 else 'stock'}.log", 0, CPU)
     old = os.environ.get("SGLANG_PLUGINS")
     if not fp8:
         os.environ["SGLANG_PLUGINS"] = "hotswap_cpu"  # the platform alone, not the plugin with our hooks
@@ -134,9 +136,10 @@ def _engine(model: Path, work: Path, fp8: bool) -> Iterator[EngineHost]:
         os.environ.pop("SGLANG_PLUGINS", None)
         if old is not None:
             os.environ["SGLANG_PLUGINS"] = old
-    with host:
+    with host, alone():
         wire = Wire(form, layers, torch.float32)
-        push(lambda: ((k, v.float()) for k, v in weights.items()), host, 0, wire, SyncConfig(), bool, verify=fp8)
+        shards = [whole(name, weight.float()) for name, weight in weights.items()]
+        Pusher(host, wire, SyncConfig(bucket_mb=32), host.reports, CPU, None, str).push(lambda: shards, 0, verify=fp8)
         yield host
 
 

@@ -6,13 +6,16 @@ python -m benchmarks.ours JOB      JOB is JSON: kind, threads, overrides of the 
 import json
 import os
 import sys
+import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from benchmarks.sides import Turns
 from config import Config
@@ -27,6 +30,15 @@ def recipe(overrides: list[str]) -> Config:
     """The demo without what is not part of a step: evaluation, checkpoints, export."""
     skip = ["eval.every=0", "checkpoint.every=0", "checkpoint.export_hf=false", "steps=1000000", "cluster.device=cpu"]
     return load(Config, find_recipe("demo", RECIPES), [*skip, *overrides])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
 
 
 def random_batch(groups: int, group_size: int, longest: int, vocabulary: int, seed: int) -> Batch:

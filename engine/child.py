@@ -7,19 +7,17 @@ trainer. It serves one channel and ends when that closes.
 import asyncio
 import base64
 import ctypes
-import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
+from engine.memory import Memory
 from engine.protocol import (
     Arena,
     Finished,
@@ -27,19 +25,19 @@ from engine.protocol import (
     Generated,
     Ready,
     Sampling,
+    Sleep,
     Start,
     Stop,
     ToChild,
+    Wake,
 )
-from engine.verifier import BUCKET, ENTRIES, REPORT
+from engine.updater import LOADER, Updater
 from sync.batch import FINISH_REASONS
-from sync.buckets import views
 from sync.channel import Channel
-from sync.messages import Begin, Bucket, Commit, Entry, Failed
+from sync.messages import Failed, ToEngine
 from sync.receive import Receiver
 from sync.shm import SharedBytes
 
-VERIFIER = "engine.verifier.verify"
 _ANNOUNCE_S = 0.004  # finished samples are announced together, to spare the rank a message each
 _PR_SET_PDEATHSIG = 1
 
@@ -50,23 +48,24 @@ def main(fd: int, parent: int) -> None:
     if os.getppid() != parent:
         return  # the parent was gone before the kernel knew whom to watch
     channel: Channel[Any] = Channel(socket.socket(fileno=fd), ToChild)
-    start, fds = channel.receive()
+    start, _ = channel.receive()
     assert isinstance(start, Start), start
     import sglang
 
-    engine = sglang.Engine(**start.server_args, custom_weight_loader=[VERIFIER], random_seed=start.seed)
-    child = _Child(engine, channel, SharedBytes.attach(fds[0]), Path(start.reports))
+    engine = sglang.Engine(**start.server_args, custom_weight_loader=[LOADER], random_seed=start.seed)
+    child = _Child(engine, channel, Path(start.reports))
     channel.send(Ready(sglang.__version__))
     engine.loop.run_until_complete(child.serve())
     engine.shutdown()
 
 
 class _Child:
-    def __init__(self, engine: Any, channel: "Channel[Any]", staging: SharedBytes, reports: Path):
+    def __init__(self, engine: Any, channel: "Channel[Any]", reports: Path):
         from sglang.srt.managers import io_struct
 
         self.engine, self.channel, self.io = engine, channel, io_struct
-        self.receiver = Receiver(staging, _Updater(engine, reports))
+        self.receiver = Receiver(Updater(engine.tokenizer_manager, reports))
+        self.memory = Memory(engine.tokenizer_manager, io_struct)
         self.finished: list[int] = []
 
     async def serve(self) -> None:
@@ -77,12 +76,22 @@ class _Child:
                 return
             if isinstance(message, Generate):
                 await self._generate(message, SharedBytes.attach(fds[0]))
-            elif isinstance(message, Begin | Bucket | Commit):
+            elif isinstance(message, Sleep | Wake):
+                if "weights" in message.tags:
+                    self.receiver.fence()  # until a swap has brought them back
+                self.channel.send(await self.memory.handle(message))
+            elif "weights" in self.memory.asleep:
+                self.channel.send(Failed("the engine's weights are asleep: there is no memory to write them to"))
+            elif isinstance(message, ToEngine):
                 self.channel.send(await self.receiver.handle(message))
 
     async def _generate(self, message: Generate, memory: SharedBytes) -> None:
         if self.receiver.version is None:
             self.channel.send(Failed("the engine is fenced: no committed weights since the last swap began"))
+            memory.close()
+            return
+        if self.memory.asleep:
+            self.channel.send(Failed(f"the engine sleeps: {', '.join(sorted(self.memory.asleep))}"))
             memory.close()
             return
         arena = Arena(memory, message.slots)
@@ -131,87 +140,6 @@ class _Child:
         if self.finished:
             self.channel.send(Finished(self.finished))
             self.finished = []
-
-
-class _Updater:
-    """SGLang's own update session, behind the interface that `sync.receive` drives."""
-
-    def __init__(self, engine: Any, reports: Path):
-        from sglang.srt.managers import io_struct
-
-        self.manager, self.io, self.reports = engine.tokenizer_manager, io_struct, reports
-        self.version = -1  # of the open session; SGLang stamps samples with it
-
-    async def begin(self, version: int) -> None:
-        self.version = version
-        for report in self.reports.iterdir():
-            report.unlink()
-        _check(await self.manager.begin_weight_update(self.io.BeginWeightUpdateReqInput()))
-
-    async def load(self, staging: torch.Tensor, entries: list[Entry], verify: bool) -> None:
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-
-        metadata = [
-            FlattenedTensorMetadata(
-                name=entry.name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=entry.offset,
-                end_idx=entry.offset + tensor.nbytes,
-                numel=tensor.nbytes,
-            )
-            for entry, (_, tensor) in zip(entries, views(staging, entries), strict=True)
-        ]
-        await self._update("flattened_bucket", lambda: {"flattened_tensor": staging.clone(), "metadata": metadata})
-        if verify:
-            encoded = _uint8(msgspec.msgpack.encode(entries))
-            await self._update(VERIFIER, lambda: [(BUCKET, staging.clone()), (ENTRIES, encoded.clone())])
-
-    async def verified(self) -> int:
-        where = _uint8(str(self.reports).encode())
-        await self._update(VERIFIER, lambda: [(REPORT, where.clone())])
-        reports = [json.loads(path.read_text()) for path in self.reports.iterdir()]
-        if not reports:
-            raise RuntimeError("the weight verifier left no report")
-        for kind, what in (("wrong", "differ from what was sent"), ("unwritten", "were left out by SGLang's loader")):
-            if names := sorted({name for report in reports for name in report[kind]}):
-                raise RuntimeError(f"{len(names)} engine parameters {what}: {', '.join(names[:4])}")
-        return min(report["verified"] for report in reports)
-
-    async def end(self) -> None:
-        _check(await self.manager.end_weight_update(self.io.EndWeightUpdateReqInput()))
-
-    async def flush(self) -> None:
-        if not (result := await self.manager.flush_cache()).success:
-            raise RuntimeError(f"SGLang did not flush its prefix cache: {result.message}")
-
-    async def _update(self, load_format: str, payload: Callable[[], Any]) -> None:
-        """Calls SGLang's loader with a payload for each of its ranks.
-
-        Serializing moves the tensors of a payload into shared memory of torch's own, whose handle serves one process:
-        so they must be copies, one per rank.
-        """
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        request = self.io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(payload()) for _ in range(self.manager.server_args.tp_size)
-            ],
-            load_format=load_format,
-            flush_cache=False,
-            weight_version=str(self.version),
-        )
-        _check(await self.manager.update_weights_from_tensor(request))
-
-
-def _check(result: tuple[bool, str]) -> None:
-    ok, message = result
-    if not ok:
-        raise RuntimeError(f"SGLang refused the update: {message}")
-
-
-def _uint8(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _sampling_params(s: Sampling) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The layers SGLang runs on a CPU that are ours: block FP8, experts, attention. Glue only; arithmetic is in cpu_ops.py.
 
 - FP8: parameters (`weight`, `weight_scale_inv`, ...), their loaders and the update path are SGLang's. Only the
-  repacking after a load and the product are ours: weights are dequantized once per load, to float32, and activations
-  are rounded to FP8 in 1xK groups, so a step computes what an FP8 GEMM computes.
+  repacking after a load and the product are ours: weights are dequantized once per load, to float32, by the first step
+  that needs them, and activations are rounded to FP8 in 1xK groups, so a step computes what an FP8 GEMM computes.
 - Attention: one padded call per group of requests instead of a Python loop over requests.
 - Experts: two grouped products instead of a Python loop over experts.
 """
@@ -46,11 +46,12 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
     weight_block_size: list[int]  # never None: CpuFp8Config
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        dequantize(layer, "weight", self.weight_block_size)
+        layer.stale = {"weight"}
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rounded = cpu_ops.quantize_dequantize(x, self.weight_block_size[1], self.quant_config.scale_fmt == "ue8m0")
-        return F.linear(rounded, layer.dequantized_weight, None if bias is None else bias.float()).to(x.dtype)
+        weight = dequantized(layer, "weight", self.weight_block_size)
+        return F.linear(rounded, weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 class Fp8MoEMethod(fp8.Fp8MoEMethod):
@@ -65,8 +66,7 @@ class Fp8MoEMethod(fp8.Fp8MoEMethod):
         self.moe_runner_config = moe_runner_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        dequantize(layer, "w13_weight", self.weight_block_size)
-        dequantize(layer, "w2_weight", self.weight_block_size)
+        layer.stale = {"w13_weight", "w2_weight"}
 
     def apply(self, layer: Any, dispatch_output: Any):
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -74,8 +74,8 @@ class Fp8MoEMethod(fp8.Fp8MoEMethod):
         weights, ids, _ = dispatch_output.topk_output
         out = cpu_ops.experts(
             dispatch_output.hidden_states,
-            layer.dequantized_w13_weight,
-            layer.dequantized_w2_weight,
+            dequantized(layer, "w13_weight", self.weight_block_size),
+            dequantized(layer, "w2_weight", self.weight_block_size),
             weights,
             ids,
             group=self.weight_block_size[1],
@@ -84,18 +84,23 @@ class Fp8MoEMethod(fp8.Fp8MoEMethod):
         return StandardCombineInput(hidden_states=out)
 
 
-def dequantize(layer: Any, name: str, block: list[int]) -> None:
-    """Refreshes `layer.dequantized_<name>` f32 from the FP8 parameter and its scales.
+def dequantized(layer: Any, name: str, block: list[int]) -> Tensor:
+    """f32 values of an FP8 parameter of `layer`, made at the first use after a load.
 
-    Runs after the first load and at every end_weight_update, the only moments at which parameters change. A plain
-    attribute, not a parameter or buffer: checksums and loaders see SGLang's own parameters only.
+    `layer.stale` names the parameters that were loaded since: SGLang's hook sets it after the first load and at every
+    end_weight_update, the only moments at which parameters change. To dequantize there would make every swap wait. The
+    values are a plain attribute, not a parameter or buffer: checksums and loaders see SGLang's own parameters only.
     """
-    codes, scales = getattr(layer, name).data, getattr(layer, f"{name}_scale_inv").data
     out = getattr(layer, f"dequantized_{name}", None)
-    if out is None:
-        out = torch.empty(codes.shape, dtype=torch.float32)
-        setattr(layer, f"dequantized_{name}", out)
-    cpu_ops.dequantize_weight(codes, scales, (block[0], block[1]), out)
+    if name in layer.stale:
+        codes, scales = getattr(layer, name).data, getattr(layer, f"{name}_scale_inv").data
+        if out is None:
+            out = torch.empty(codes.shape, dtype=torch.float32)
+            setattr(layer, f"dequantized_{name}", out)
+        cpu_ops.dequantize_weight(codes, scales, (block[0], block[1]), out)
+        layer.stale.discard(name)
+    assert out is not None
+    return out
 
 
 def is_plain(config: Any) -> bool:

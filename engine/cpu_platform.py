@@ -8,6 +8,7 @@ SGLang loads this file in the middle of its own first imports, so its other modu
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,11 @@ def allocate(dims: tuple, dtype: torch.dtype, *_: Any, **__: Any) -> torch.Tenso
     return torch.empty(dims, dtype=dtype)
 
 
+def device_module(original: Callable[..., Any], device: Any = None) -> Any:
+    """torch's default is the device it was built for: a CUDA build would synchronize a GPU that is not there."""
+    return original("cpu" if device is None else device)
+
+
 def install_hooks() -> None:
     """Registers what the platform class cannot say; called in every SGLang process before anything is built."""
     from sglang.srt.mem_cache.pool_host import common as pool_host
@@ -62,4 +68,5 @@ def install_hooks() -> None:
     native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(native, BatchedAttention, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", experts_forward, HookType.AROUND)
+    HookRegistry.register("torch.get_device_module", device_module, HookType.AROUND)
     pool_host.ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -1,8 +1,8 @@
 """The rank's end of its engine: starts the child process, watches it, speaks to it, starts it again.
 
 The child (engine/child.py) owns `sglang.Engine`. It gets an environment without torchrun's variables (SGLang's own
-process groups would wait for them), a private socket, and a staging buffer in shared memory. Everything it prints goes
-to a log file, whose tail is part of the error when it dies.
+process groups would wait for them) and a private socket. Everything it prints goes to a log file, whose tail is part of
+the error when it dies.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,14 +27,15 @@ from engine.protocol import (
     Generated,
     Ready,
     Sampling,
+    Sleep,
     Slots,
     Start,
     Stop,
+    Wake,
 )
 from sync.channel import Channel
 from sync.fields import doc
-from sync.messages import Begin, Bucket, Commit, Done, Failed
-from sync.shm import SharedBytes
+from sync.messages import Done, Failed, FromEngine, ToEngine
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _LOG_TAIL = 12  # lines shown when the child dies
@@ -58,6 +59,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, doc("Share of GPU memory for weights and KV cache (SGLang's mem_fraction_static).", gt=0, lt=1)
     ] = 0.7
     record_experts: Annotated[bool, doc("Record the experts of every token of an MoE model.")] = True
+    memory_saver: Annotated[
+        bool,
+        doc("Release GPU memory of the engine while the trainer works (torch_memory_saver); no effect on CPUs."),
+    ] = True
     threads: Annotated[int, doc("CPU threads of the engine's math.", unit="threads", ge=1)] = 1
     start_timeout_s: Annotated[float, doc("Longest start.", unit="s", gt=0)] = 900.0
     stall_timeout_s: Annotated[float, doc("Longest wait for the next finished sample.", unit="s", gt=0)] = 600.0
@@ -78,23 +83,29 @@ class EngineError(RuntimeError):
 class EngineHost:
     """Owns the child process of one rank. Use as a context manager."""
 
+    team = 1  # ranks that share it
+
     def __init__(
         self,
         config: EngineConfig,
         model_dir: Path,
         quantization: dict[str, Any] | None,
-        staging_bytes: int,
         log_path: Path,
         seed: int,
         device: torch.device,
     ):
-        """`quantization` is the model's `quantization_config` override (FP8), None for the plain dtype."""
+        """`quantization` is the model's `quantization_config` override (FP8), None for the plain dtype.
+
+        Raises ValueError for an allocator setting that the memory saver cannot work with.
+        """
         self.config, self.log_path, self.seed, self.device = config, log_path, seed, device
+        if device.type == "cuda" and config.memory_saver:
+            _refuse_expandable_segments(os.environ)
         self.server_args = server_args(config, model_dir, quantization, device)
         self.model = json.loads((model_dir / "config.json").read_text())
-        self.staging = SharedBytes(staging_bytes)
+        self.reports = log_path.with_suffix(".swap").absolute()  # files that cross in a swap
         self.starts = 0
-        self.unverified = True  # no swap into this engine process has been verified yet
+        self.unplanned = self.unverified = True  # this engine process has recorded no plan, proved no swap yet
         self.sglang = ""  # version, once it runs
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: Channel[Any] | None = None
@@ -126,10 +137,9 @@ class EngineHost:
             )
         self.channel = Channel(ours, FromChild)
         self.starts += 1
-        self.unverified = True
-        reports = self.log_path.with_suffix(".verify").absolute()
-        reports.mkdir(exist_ok=True)
-        self._send(Start(self.server_args, self.seed + 7919 * self.starts, str(reports)), (self.staging.fd,))
+        self.unplanned = self.unverified = True
+        self.reports.mkdir(exist_ok=True)
+        self._send(Start(self.server_args, self.seed + 7919 * self.starts, str(self.reports)))
 
     def start(self) -> None:
         """Waits until the engine serves; spawns it first if need be. Raises EngineDied."""
@@ -146,11 +156,39 @@ class EngineHost:
             raise EngineDied(f"the engine died {self.starts} times: engine.max_restarts = {self.config.max_restarts}")
         self.start()
 
-    def request(self, message: Begin | Bucket | Commit, timeout: float) -> Done | Failed:
-        """One swap message and its reply; a dead or stuck child is a `Failed`, so that a swap can be retried whole."""
+    def post(self, message: ToEngine | None) -> None:
+        """Sends a swap message without waiting. `reply` has the answer, or that the child is gone."""
+        assert self.channel is not None, "the engine is not started"
+        assert message is not None, "only ranks that share an engine have nothing to send"
+        with contextlib.suppress(OSError):  # it closed its channel: `reply` finds that out, and why
+            self.channel.send(message)
+
+    def reply(self, timeout: float) -> FromEngine:
+        """The next answer to a posted message. A dead or stuck child is `Failed`: a swap can be retried whole."""
+        try:
+            reply = self._receive(timeout, "taking weights")
+        except EngineDied as error:
+            return Failed(str(error))
+        assert isinstance(reply, FromEngine), reply
+        return reply
+
+    def request(self, message: ToEngine, timeout: float) -> FromEngine:
+        """One swap message and its answer, `timeout` seconds at most."""
+        self.post(message)
+        return self.reply(timeout)
+
+    def sleep(self, tags: tuple[str, ...]) -> Done | Failed:
+        """The engine gives back the memory of `tags`, SGLang's names, and what is in it. Errors as in `request`."""
+        return self._ask(Sleep(tags))
+
+    def wake(self, tags: tuple[str, ...]) -> Done | Failed:
+        """The engine takes memory for `tags` that sleep; weights must be swapped in before it generates again."""
+        return self._ask(Wake(tags))
+
+    def _ask(self, message: Sleep | Wake) -> Done | Failed:
         try:
             self._send(message)
-            reply = self._receive(timeout, f"handling {type(message).__name__}")
+            reply = self._receive(self.config.stall_timeout_s, f"handling {type(message).__name__}")
         except EngineDied as error:
             return Failed(str(error))
         assert isinstance(reply, Done | Failed), reply
@@ -259,6 +297,15 @@ class EngineHost:
         return EngineDied(f"the engine {what} ({how}); last lines of {self.log_path}:\n  " + "\n  ".join(tail))
 
 
+def _refuse_expandable_segments(environment: Mapping[str, str]) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # torch's old and new name
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ValueError(
+                f"{name} turns expandable_segments on, with which torch_memory_saver cannot release the engine's "
+                "memory: unset it, or set engine.memory_saver: false"
+            )
+
+
 def n_experts(model_config: dict[str, Any]) -> int:
     """Experts per layer of a Hugging Face config.json; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -268,7 +315,12 @@ def n_experts(model_config: dict[str, Any]) -> int:
 def server_args(
     config: EngineConfig, model_dir: Path, quantization: dict[str, Any] | None, device: torch.device
 ) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`: no weights on disk are read, the first swap brings them."""
+    """Arguments of `sglang.Engine`: no weights on disk are read, the first swap brings them.
+
+    Raises ValueError for pipeline parallelism: each of its processes has other layers, and a swap expects the same.
+    """
+    if config.sglang.get("pp_size", 1) > 1:
+        raise ValueError("engine.sglang.pp_size must be 1: use tp_size to spread the engine over GPUs")
     cpu = device.type == "cpu"
     model = json.loads((model_dir / "config.json").read_text())
     args: dict[str, Any] = {
@@ -298,5 +350,5 @@ def server_args(
             "sleep_on_idle": True,  # else the idle scheduler spins a whole core
         }
     else:
-        args["mem_fraction_static"] = config.gpu_memory_fraction
+        args |= {"mem_fraction_static": config.gpu_memory_fraction, "enable_memory_saver": config.memory_saver}
     return args | config.sglang

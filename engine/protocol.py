@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from sync.messages import Begin, Bucket, Commit, Done, Failed
+from sync.messages import FromEngine, ToEngine
 from sync.shm import SharedBytes, layout
 
 
@@ -28,11 +28,11 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """First message; comes with the descriptor of the staging buffer."""
+    """First message."""
 
     server_args: dict[str, Any]
     seed: int
-    reports: str  # directory where SGLang's processes leave what they verified
+    reports: str  # directory for the answers of SGLang's processes to swap commands
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -66,12 +66,24 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     """All samples of the last `Generate` have been announced."""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Give back the memory of SGLang's `tags` and forget what is in it. Answered by Done or Failed, like `Wake`."""
+
+    tags: tuple[str, ...]
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Take memory for `tags` again; weights are undefined until a swap commits."""
+
+    tags: tuple[str, ...]
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToChild = Start | Generate | Begin | Bucket | Commit | Stop
-FromChild = Ready | Finished | Generated | Done | Failed
+ToChild = Start | Generate | Sleep | Wake | Stop | ToEngine
+FromChild = Ready | Finished | Generated | FromEngine
 
 
 class Arena:

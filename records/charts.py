@@ -86,6 +86,11 @@ CHARTS = (
     Chart(title="Swap: size", lines={"swap_mb": "shipped"}, unit="MB"),
     Chart(title="Swap: throughput", lines={"swap_gb_per_s": "bytes / swap time"}, unit="GB/s"),
     Chart(
+        title="Memory by phase", unit="MB",
+        lines={"memory/rollout_mb": "rollout", "memory/train_mb": "train", "memory/sync_mb": "swap"},
+        note="Of a rank and its engine, most of any rank.",
+    ),
+    Chart(
         title="Groups without signal", unit="fraction",
         lines={"engine/groups_degenerate_frac": "all rewards equal", "engine/groups_dropped_frac": "dropped"},
     ),

@@ -147,6 +147,22 @@ def scale_name(hf_weight_name: str) -> str:
     return hf_weight_name + "_scale_inv"
 
 
+def block_amax(x: Tensor, granularity: Granularity = "block", block: tuple[int, int] = BLOCK) -> Tensor:
+    """float32 max|x| over every block of x, [..., N, K] in bf16, fp16 or fp32: [..., block rows, block columns].
+
+    Exact, and NaN above Inf above all numbers. So a block that lies on several ranks has the maximum of their values,
+    to be taken on the bits (`.view(torch.int32)`), which order likewise: a float maximum may lose a NaN.
+    """
+    n, k = x.shape[-2:]
+    height, width = _tile_shape(granularity, k, block)
+    matrices = x.reshape(-1, n, k)
+    amax = torch.empty(len(matrices), -(-n // height), -(-k // width), device=x.device)
+    for blocks, tile in _tiles(matrices, height, width):
+        amax[blocks] = _tile_amax(tile)
+    amax = amax.view(*x.shape[:-2], *amax.shape[1:])
+    return amax.amax(-2, keepdim=True) if granularity == "tensor" else amax
+
+
 def quantize(
     x: Tensor,
     granularity: Granularity = "block",
@@ -154,6 +170,9 @@ def quantize(
     amax_floor: float = 1e-10,
     block: tuple[int, int] = BLOCK,
     name: str = "tensor",
+    *,
+    amax: Tensor | None = None,
+    codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FP8 codes and scales of x, [..., N, K] in bf16, fp16 or fp32, any strides, any device.
 
@@ -161,29 +180,30 @@ def quantize(
     `block` sets the block of "block" and, by its second entry, of "group"; blocks at the edges may be partial. A stack
     [E, 2I, K] of gate over up is right only for I % 128 == 0: no block may cover rows of both.
 
-    Raises ValueError for a NaN or Inf, naming `name` and the first bad index, and for other dtypes or ranks.
+    `amax`, float32 of the shape of `scale`, is used instead of `block_amax(x)`, for rows of x whose blocks reach into
+    another rank's rows; no |x| may exceed it. Blocks are counted from the first row given, so cut x at the borders of
+    blocks first. `codes`, float8_e4m3fn of the shape of x and contiguous, receives the codes and is returned.
+
+    Raises ValueError for a NaN or Inf in x or amax, naming `name` and the first bad index of x, before any code is
+    written; and for other dtypes or ranks.
     """
-    if x.ndim < 2 or x.dtype not in MAGNITUDE or x.numel() == 0:
-        raise ValueError(f"{name}: {x.dtype}{list(x.shape)} cannot be quantized; allowed: bf16, fp16, fp32 [..., N, K]")
+    check_input(x, name)
     assert amax_floor >= 1e-30, "s and x / s must stay normal numbers"
     n, k = x.shape[-2:]
     height, width = _tile_shape(granularity, k, block)
-    flat = x.view(1, -1, k) if x.is_contiguous() and n % height == 0 else x.reshape(-1, n, k)
-    amax = torch.empty(len(flat), -(-flat.shape[1] // height), -(-k // width), device=x.device)
-    for matrix, out in zip(flat, amax):
-        for rows, columns, tile in _tiles(matrix, height, width):
-            out[rows, columns] = _tile_amax(tile)
-    if not bool(amax.isfinite().all()):
-        index = tuple(x.isfinite().logical_not().nonzero()[0].tolist())
-        raise ValueError(f"{name} holds a NaN or Inf, the first at index {index}")
-
-    per_tile = amax.view(*x.shape[:-2], -1, amax.shape[-1])
-    scale = _scale(per_tile.amax(-2, keepdim=True) if granularity == "tensor" else per_tile, scales, amax_floor)
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    for matrix, out, s in zip(flat, codes.view(flat.shape), scale.expand_as(per_tile).reshape(amax.shape)):
-        for (rows, columns, tile), (_, _, target) in zip(_tiles(matrix, height, width), _tiles(out, height, width)):
-            # No clamp: |x| / s is at most 448 (1 + 2^-22), and the cast rounds everything below 464 to 448.
-            target.copy_(tile.float() / s[rows, columns][:, None, :, None])
+    shape = (*x.shape[:-2], *((1, 1) if granularity == "tensor" else (-(-n // height), -(-k // width))))
+    amax = block_amax(x, granularity, block) if amax is None else amax
+    assert amax.shape == shape and amax.dtype == torch.float32
+    refuse_non_finite(amax, x, name)
+    scale = _scale(amax, scales, amax_floor)
+    per_tile = scale.expand(*x.shape[:-2], -(-n // height), -(-k // width))
+    if codes is None:
+        codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    assert codes.shape == x.shape and codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
+    matrices, out, s = x.reshape(-1, n, k), codes.view(-1, n, k), per_tile.reshape(-1, *per_tile.shape[-2:])
+    for (blocks, tile), (_, target) in zip(_tiles(matrices, height, width), _tiles(out, height, width)):
+        # No clamp: |x| / s is at most 448 (1 + 2^-22), and the cast rounds everything below 464 to 448.
+        target.copy_(tile.float() / s[blocks][:, :, None, :, None])
     return codes, scale
 
 
@@ -200,12 +220,25 @@ def dequantize(
     values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()
     x = torch.empty(codes.shape, device=codes.device)
     per_tile = scale.expand(*codes.shape[:-2], -(-n // height), -(-k // width))
-    matrices = zip(codes.reshape(-1, n, k), x.view(-1, n, k), per_tile.reshape(-1, *per_tile.shape[-2:]))
-    for matrix, out, s in matrices:
-        for (rows, columns, tile), (_, _, target) in zip(_tiles(matrix, height, width), _tiles(out, height, width)):
-            q = values.index_select(0, tile.view(torch.uint8).int().flatten()).view(tile.shape)
-            torch.mul(q, s[rows, columns][:, None, :, None], out=target)
+    matrices, out, s = codes.reshape(-1, n, k), x.view(-1, n, k), per_tile.reshape(-1, *per_tile.shape[-2:])
+    for (blocks, tile), (_, target) in zip(_tiles(matrices, height, width), _tiles(out, height, width)):
+        q = values.index_select(0, tile.view(torch.uint8).int().flatten()).view(tile.shape)
+        torch.mul(q, s[blocks][:, :, None, :, None], out=target)
     return x
+
+
+def check_input(x: Tensor, name: str) -> None:
+    """ValueError for what cannot be quantized: other ranks, other dtypes, no elements."""
+    if x.ndim < 2 or x.dtype not in MAGNITUDE or x.numel() == 0:
+        raise ValueError(f"{name}: {x.dtype}{list(x.shape)} cannot be quantized; allowed: bf16, fp16, fp32 [..., N, K]")
+
+
+def refuse_non_finite(amax: Tensor, x: Tensor, name: str) -> None:
+    """ValueError if the amax of the blocks of x, or scales made from it, hold a NaN or Inf. Waits for the device."""
+    if not bool(amax.isfinite().all()):
+        index = x.isfinite().logical_not().nonzero()
+        where = f"the first at index {tuple(index[0].tolist())}" if len(index) else "in a part that another rank holds"
+        raise ValueError(f"{name} holds a NaN or Inf, {where}")
 
 
 def _scale(amax: Tensor, scales: ScaleFormat, amax_floor: float) -> Tensor:
@@ -222,27 +255,30 @@ def _tile_shape(granularity: Granularity, k: int, block: tuple[int, int]) -> tup
     return {"block": block, "group": (1, block[1]), "rowwise": (1, k), "tensor": (1, k)}[granularity]
 
 
-def _tiles(matrix: Tensor, height: int, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Views [block rows, height, block columns, width] that cover the matrix [N, K] once, of about PANEL elements.
+def _tiles(matrices: Tensor, height: int, width: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Views [B, block rows, height, block columns, width] of about PANEL elements that cover matrices [B, N, K] once.
 
-    Each comes with the slices of the scale array it belongs to. Partial blocks at the edges form tiles of their own,
-    so nothing is ever padded.
+    Each comes with its place in the array of scales. Small matrices are taken several at once. Partial blocks at the
+    edges form tiles of their own, so nothing is ever padded.
     """
-    n, k = matrix.shape
-    step = max(1, PANEL // (height * k)) * height
-    for top, bottom, h in [*((r, min(r + step, n - n % height), height) for r in range(0, n - n % height, step)),
-                           (n - n % height, n, n % height)]:  # fmt: skip
-        for left, right, w in [(0, k - k % width, width), (k - k % width, k, k % width)]:
-            if top < bottom and left < right:
-                tile = matrix[top:bottom, left:right].unflatten(1, (-1, w)).unflatten(0, (-1, h))
-                yield slice(top // height, -(-bottom // height)), slice(left // width, -(-right // width)), tile
+    b, n, k = matrices.shape
+    many, step = max(1, PANEL // (n * k)), max(1, PANEL // (height * k)) * height
+    whole_n, whole_k = n - n % height, k - k % width
+    strips = [(top, min(top + step, whole_n), height) for top in range(0, whole_n, step)]
+    for first in range(0, b, many):
+        for top, bottom, h in [*strips, (whole_n, n, n % height)]:
+            for left, right, w in [(0, whole_k, width), (whole_k, k, k % width)]:
+                if top < bottom and left < right:
+                    tile = matrices[first : first + many, top:bottom, left:right].unflatten(2, (-1, w))
+                    rows, columns = slice(top // height, -(-bottom // height)), slice(left // width, -(-right // width))
+                    yield (slice(first, first + many), rows, columns), tile.unflatten(1, (-1, h))
 
 
 def _tile_amax(tile: Tensor) -> Tensor:
     # Without their sign, float bits order like magnitudes, NaN above Inf: an integer maximum is exact, misses no NaN,
     # and runs at the speed of memory, which bf16 `abs().amax()` does not on a CPU.
     integer, mask = MAGNITUDE[tile.dtype]
-    return (tile.view(integer) & mask).amax((1, 3)).view(tile.dtype).float()
+    return (tile.view(integer) & mask).amax((2, 4)).view(tile.dtype).float()
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -11,13 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from trainer_cases import process_group
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.host import EngineConfig, EngineDied, EngineError, EngineHost, n_experts, server_args
 from engine.protocol import Sampling
-from sync.push import SyncConfig, Wire, push
-from sync.quantize import Fp8Config, dequantize
+from sync.encode import Wire
+from sync.messages import Done
+from sync.push import Pusher, SyncConfig
+from sync.quantize import Fp8Config, dequantize, quantize
+from sync.shards import whole
 from trainer.presets import write_preset
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -48,9 +52,8 @@ class Pushed:
 
         state = {}
         for name, tensor in self.weights():
-            sent = dict(WIRE.encode(name, tensor))
-            codes = sent[name]
-            state[name] = dequantize(codes, sent[name + "_scale_inv"], "block") if len(sent) == 2 else codes.float()
+            quantized = FP8.is_quantized(name, tuple(tensor.shape), 4)
+            state[name] = dequantize(*quantize(tensor, "block"), "block") if quantized else tensor
         directory.mkdir()
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
         self.model.config.save_pretrained(directory)
@@ -115,18 +118,19 @@ def setup(tmp_path_factory):
         EngineConfig(context_length=128, max_running_requests=64),
         directory,
         FP8.sglang_quantization_config(4, [name for name, _ in pushed.weights()]),
-        8 << 20,
         directory / "engine.log",
         seed=0,
         device=torch.device("cpu"),
     )
-    with host:
+    with process_group(), host:
+        pushed.pusher = Pusher(host, WIRE, SyncConfig(bucket_mb=1), host.reports, torch.device("cpu"), None, str)
         yield host, pushed, directory
     assert host.process is None
 
 
 def swap(host, pushed, version):
-    return push(pushed.weights, host, version, WIRE, SyncConfig(), lambda ok: ok, verify=True)
+    shards = [whole(name, tensor) for name, tensor in pushed.weights()]
+    return pushed.pusher.push(lambda: shards, version, verify=True)
 
 
 def prompts(n, seed=0):
@@ -204,6 +208,31 @@ def test_a_request_that_cannot_fit_names_the_field(setup):
         sample(host, [np.zeros(100, np.int32)], Sampling(64))
 
 
+def test_memory_that_slept_comes_back_through_a_swap(setup):
+    host, pushed, _ = setup
+    cache, weights, greedy = ("kv_cache", "cuda_graph"), ("weights",), Sampling(16, top_k=1, stop_token_ids=(EOS,))
+    swap(host, pushed, 4)
+    before = sample(host, prompts(1), greedy)
+    sample(host, prompts(40), Sampling(8))  # the scheduler is hardly idle when it is told to sleep
+    assert host.sleep(weights + cache) == Done()
+    with pytest.raises(EngineError, match="fenced"):
+        sample(host, prompts(1), greedy)
+    assert "weights are asleep" in push_reason(host, pushed)
+    assert "asleep already: weights" in host.sleep(weights).reason
+    assert host.wake(weights) == Done() and "awake already: weights" in host.wake(weights).reason
+    with pytest.raises(EngineError, match="fenced"):
+        sample(host, prompts(1), greedy)
+    swap(host, pushed, 5)
+    with pytest.raises(EngineError, match="sleeps: cuda_graph, kv_cache"):
+        sample(host, prompts(1), greedy)
+    assert host.wake(cache) == Done()
+    after = sample(host, prompts(1), greedy)
+    assert (after.lengths == before.lengths).all() and (after.tokens == before.tokens).all()
+    assert (after.logprobs == before.logprobs).all() and set(after.versions) == {5}
+    assert host.sleep(cache) == Done() and host.wake(cache) == Done()
+    assert set(sample(host, prompts(4), greedy).versions) == {5}, "without its weights asleep, it keeps its version"
+
+
 def test_a_killed_and_a_stuck_engine(setup, tmp_path):
     host, pushed, _ = setup
     os.kill(host.process.pid, signal.SIGKILL)
@@ -223,6 +252,7 @@ def test_a_killed_and_a_stuck_engine(setup, tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not host.alive and "ended" in push_reason(host, pushed)
+    assert "signal SIGKILL" in host.wake(("weights",)).reason
     with pytest.raises(EngineDied, match=r"engine\.max_restarts = 1"):
         host.restart()
 
@@ -242,4 +272,25 @@ def test_arguments_for_gpus_and_cpus(tmp_path):
     assert cpu["device"] == "cpu" and cpu["dtype"] == "float32" and cpu["schedule_policy"] == "fcfs"
     assert "quantization" not in cpu and cpu["max_total_tokens"] == 256 * 4096
     assert gpu["quantization"] == "fp8" and gpu["dtype"] == "bfloat16" and "device" not in gpu
+    assert gpu["enable_memory_saver"] and "enable_memory_saver" not in cpu
+    plain = server_args(EngineConfig(memory_saver=False), tmp_path, None, torch.device("cuda"))
+    assert not plain["enable_memory_saver"]
     assert n_experts({"num_experts": 128}) == 128 and n_experts({}) == 0
+    with pytest.raises(ValueError, match=r"engine\.sglang\.pp_size must be 1"):
+        server_args(EngineConfig(sglang={"pp_size": 2}), tmp_path, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_refused(tmp_path, monkeypatch, name):
+    write_preset("tiny-qwen3", 0.02, 0, tmp_path)
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+
+    def host(device, **config):
+        return EngineHost(EngineConfig(**config), tmp_path, None, tmp_path / "log", 0, torch.device(device))
+
+    with pytest.raises(ValueError, match=f"{name} turns expandable_segments on"):
+        host("cuda")
+    host("cpu")
+    host("cuda", memory_saver=False)
+    monkeypatch.setenv(name, "expandable_segments:False")
+    host("cuda")

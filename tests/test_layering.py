@@ -33,6 +33,7 @@ MAY_IMPORT = {
 IMPORTERS = {
     "sglang": (
         "engine/child.py",
+        "engine/updater.py",
         "engine/plugin.py",
         "engine/cpu_platform.py",
         "engine/cpu_layers.py",

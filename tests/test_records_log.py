@@ -83,7 +83,7 @@ def test_every_name_in_the_sources_is_registered() -> None:
 
 def test_every_metric_is_explained() -> None:
     for name, metric in METRICS.items():
-        assert name.split("/")[0] in ("engine", "trainer", "sync", "time"), name
+        assert name.split("/")[0] in ("engine", "trainer", "sync", "memory", "time"), name
         assert metric.meaning.endswith(".") and metric.group, name
         assert not name.endswith("_s") or "_per_" in name or metric.unit == "s", name
         assert name.endswith("_frac") <= (metric.unit == "frac"), name

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from sync import quantize as module
-from sync.quantize import Fp8Config, Granularity, dequantize, quantize, scale_name
+from sync.quantize import Fp8Config, Granularity, block_amax, dequantize, quantize, scale_name
 
-GRANULARITIES = ["block", "group", "rowwise", "tensor"]
+GRANULARITIES: list[Granularity] = ["block", "group", "rowwise", "tensor"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -110,6 +110,22 @@ def test_bits_equal_the_oracle(granularity, scales, shape):
         assert scale.shape == expected_scale.shape
         np.testing.assert_array_equal(scale.numpy().view(np.uint32), expected_scale.view(np.uint32))
         np.testing.assert_array_equal(bits(codes), expected_codes)
+
+
+@pytest.mark.parametrize("panel", [1, 700, 6000])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("shape", [(7, 48, 32), (7, 41, 37)], ids=str)
+def test_bits_do_not_depend_on_the_panel(granularity, shape, panel, monkeypatch):
+    """Panels of a strip, of a few strips and of a few matrices, of which the last has fewer."""
+    monkeypatch.setattr(module, "PANEL", panel)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    codes, scale = quantize(x, granularity, block=(16, 16))
+    expected_codes, expected_scale = oracle(x, *block_of(granularity, shape, (16, 16)), False, 1e-10)
+    np.testing.assert_array_equal(scale.numpy(), expected_scale)
+    np.testing.assert_array_equal(bits(codes), expected_codes)
+    back = dequantize(codes, scale, granularity, (16, 16))
+    monkeypatch.undo()
+    assert torch.equal(back, dequantize(codes, scale, granularity, (16, 16)))
 
 
 @st.composite
@@ -213,6 +229,78 @@ def test_what_cannot_be_quantized(x):
         quantize(x)
 
 
+@settings(deadline=None, max_examples=60)
+@given(problems())
+def test_block_amax_is_the_exact_maximum(problem):
+    x, granularity, _, block = problem
+    height, width = block_of(granularity, x.shape, block)
+    amax = block_amax(x, granularity, block)
+    assert amax.dtype == torch.float32
+    a = np.abs(x.double().numpy())
+    for *lead, i, j in np.ndindex(amax.shape):
+        where = np.s_[*lead, i * height : (i + 1) * height, j * width : (j + 1) * width]
+        assert amax[*lead, i, j].item() == a[where].max()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_block_amax_loses_no_nan_and_no_inf(granularity, dtype):
+    x = torch.full((2, 130, 140), torch.finfo(dtype).max, dtype=dtype)
+    x[1, 129, 139] = -math.inf
+    amax = block_amax(x, granularity)
+    assert amax[1, -1, -1] == math.inf and amax[0].isfinite().all()
+    x[1, 129, 138] = -torch.tensor(math.nan, dtype=dtype)
+    assert block_amax(x, granularity)[1, -1, -1].isnan()
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.sets(st.integers(1, 30), max_size=4))
+def test_slices_with_exchanged_amaxes_give_the_codes_of_the_whole(problem, cuts):
+    """Ranks that hold any rows: each cuts its own at the borders of blocks, the amax of shared blocks is exchanged."""
+    x, granularity, scales, block = problem
+    x = x.flatten(0, -2)
+    height, width = block_of(granularity, x.shape, block)
+    expected_codes, expected_scale = oracle(x, height, width, scales == "pow2", 1e-10)
+    borders = {0, len(x), *range(0, len(x), height), *(cut for cut in cuts if cut < len(x))}
+    slices = [(slice(a, b), slice(a // height, a // height + 1)) for a, b in pairwise(sorted(borders))]
+    amax = torch.zeros(expected_scale.shape)
+    for rows, blocks in slices:
+        amax[blocks] = torch.maximum(amax[blocks], block_amax(x[rows], granularity, block))
+    staging = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    for rows, blocks in slices:
+        target = staging[rows]
+        codes, scale = quantize(x[rows], granularity, scales, block=block, amax=amax[blocks], codes=target)
+        assert codes is target
+        np.testing.assert_array_equal(scale.numpy(), expected_scale[blocks])
+    np.testing.assert_array_equal(bits(staging), expected_codes)
+
+
+def test_codes_go_to_any_place_in_a_byte_buffer():
+    x = torch.randn(2, 130, 140)
+    staging = torch.zeros(x.numel() + 4, dtype=torch.uint8)
+    target = staging[3:-1].view(torch.float8_e4m3fn).view(x.shape)
+    for granularity in GRANULARITIES:
+        codes, scale = quantize(x, granularity, codes=target)
+        expected_codes, expected_scale = quantize(x, granularity)
+        assert codes is target and torch.equal(scale, expected_scale)
+        np.testing.assert_array_equal(bits(staging[3:-1]), bits(expected_codes).flatten())
+    assert not staging[:3].any() and staging[-1] == 0
+    before = staging.clone()
+    with pytest.raises(ValueError, match="NaN"):
+        quantize(x / 0, codes=target)
+    assert torch.equal(staging, before)  # refused before anything is written
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_amax_from_another_rank_is_refused(bad):
+    x = torch.ones(4, 256)
+    with pytest.raises(ValueError, match="k_proj holds a NaN or Inf, in a part that another rank holds"):
+        quantize(x, name="k_proj", amax=torch.tensor([[1.0, bad]]))
+    x[2, 130] = bad
+    with pytest.raises(ValueError, match=r"k_proj holds a NaN or Inf, the first at index \(2, 130\)"):
+        quantize(x, name="k_proj", amax=torch.tensor([[1.0, bad]]))
+
+
 class LargestTensor(TorchFunctionMode):
     """Bytes of the largest tensor that an operation allocated (views of its inputs do not count)."""
 
@@ -228,7 +316,7 @@ class LargestTensor(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("shape", [(3000, 2048), (24, 128, 2048)], ids=str)
+@pytest.mark.parametrize("shape", [(3000, 2048), (24, 128, 2048), (300, 96, 128)], ids=str)
 def test_no_temporary_grows_with_the_tensor(granularity, shape):
     x = torch.ones(shape, dtype=torch.bfloat16)
     with LargestTensor() as largest:

@@ -1,211 +1,196 @@
-"""The swap protocol without an engine behind it: buckets, the fence, retries, and agreement between ranks.
+"""The swap from end to end but for SGLang, on one rank: the protocol, the fence, retries, what is never shipped.
 
-The updater here keeps what it is given, so that a test can ask what arrived and break one step at a time. The real
-engine is behind the same protocol in test_engine_host.py.
+The engine process here is our own receiver and hotswap code around a model that loads as SGLang's do (sync_engine.py);
+what its parameters must hold is what that model's loader makes of whole quantized tensors. The real engine is behind
+the same protocol in test_engine_host.py.
 """
 
-import asyncio
+import gc
 import os
 import socket
 import threading
 
 import pytest
+import sync_engine
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sync_engine import FP8, PLAIN, Side, count, lose, on_the_wire
+from trainer_cases import process_group
 
-from sync.buckets import views
 from sync.channel import Channel
-from sync.messages import Begin, Bucket, Commit, Done, Entry, Failed
-from sync.push import SwapError, SyncConfig, Wire, push
-from sync.quantize import Fp8Config, dequantize
-from sync.receive import Receiver
+from sync.encode import Wire
+from sync.messages import Attach, Begin, Bucket, Commit, Done, Entry, Record
+from sync.push import SwapError
+from sync.quantize import Fp8Config
 from sync.shm import SharedBytes, layout
 
-WEIGHTS = {
-    "model.embed_tokens.weight": torch.randn(50, 128),
-    "model.layers.0.self_attn.q_proj.weight": torch.randn(256, 128),
-    "model.layers.0.mlp.down_proj.weight": torch.randn(128, 300),
-    "model.norm.weight": torch.randn(128),
-}
-BF16 = Wire(Fp8Config(enabled=False), 1, torch.bfloat16)
-FP8 = Wire(Fp8Config(), 1, torch.float32)
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    with process_group():
+        yield
 
 
-class Keeper:
-    """An updater that stores the tensors of the open session."""
-
-    def __init__(self):
-        self.loaded: dict[str, torch.Tensor] = {}
-        self.calls: list[str] = []
-        self.fail_on = ""
-        self.open = False
-
-    def _call(self, name):
-        self.calls.append(name)
-        if (name == "begin") == self.open and name != "flush":
-            raise RuntimeError(f"{name} refused: the session is {'open' if self.open else 'closed'}")  # as SGLang does
-        if name == self.fail_on:
-            self.fail_on = ""
-            raise RuntimeError(f"{name} broke")
-
-    async def begin(self, version):
-        self._call("begin")
-        self.open = True
-
-    async def load(self, staging, entries, verify):
-        self._call("load")
-        self.loaded |= {name: tensor.clone() for name, tensor in views(staging, entries)}
-
-    async def end(self):
-        self._call("end")
-        self.open = False
-
-    async def verified(self):
-        self._call("verified")
-        return len(self.loaded)
-
-    async def flush(self):
-        self._call("flush")
+@pytest.mark.parametrize("method", ["plan", "stock"])
+@pytest.mark.parametrize("wire", [FP8, PLAIN], ids=["fp8", "plain"])
+def test_one_rank(tmp_path, wire, method):
+    side = Side(tmp_path, wire=wire, method=method)
+    for version, seed in ((1, 0), (2, 5)):
+        stats = side.swap(version, seed)
+        assert not side.differs(seed) and side.engine.receiver.version == version == stats["sync/version"]
+        assert stats["sync/verified_params"] == len(side.model.bytes())
+        assert count(side, Record) == count(side, Attach) == (version == 1), "the plan is made once"
+        entries = [*on_the_wire(wire, seed)]
+        assert stats["sync/bytes"] == sum(t.nbytes for _, t in entries) and stats["sync/tensors"] == len(entries)
+        assert stats["sync/bytes_sent"] == stats["sync/bytes_received"] == 0
+        # the router is kept in another dtype, so its loader computes; nothing else goes through a loader
+        assert stats["sync/stock_tensors"] == (1 if method == "plan" else len(entries))
 
 
-class Link:
-    """Rank and engine in one process: every request goes straight to the receiver, past a `damage` function."""
-
-    def __init__(self, nbytes=1 << 20):
-        self.staging = SharedBytes(nbytes)
-        self.keeper = Keeper()
-        self.receiver = Receiver(self.staging, self.keeper)
-        self.damage = lambda message: message
-        self.sent: list[object] = []
-
-    def request(self, message, timeout):
-        self.sent.append(message)
-        message = self.damage(message)
-        return Done() if message is None else asyncio.run(self.receiver.handle(message))
+@settings(max_examples=10, deadline=None)
+@given(half=st.integers(150_000, 500_000), seed=st.integers(0, 99), pow2=st.booleans())
+def test_any_bucket_size(tmp_path_factory, half, seed, pow2):
+    wire = Wire(Fp8Config(scales="pow2" if pow2 else "fp32"), 1, torch.float32)
+    side = Side(tmp_path_factory.mktemp("swap"), wire=wire, half=half)
+    assert side.swap(1, seed)["sync/buckets"] >= 2 and not side.differs(seed)
 
 
-def swap(link, wire=FP8, version=1, agree=lambda ok: ok, weights=None, **config):
-    return push(lambda: (weights or WEIGHTS).items(), link, version, wire, SyncConfig(**config), agree, verify=True)
-
-
-def test_every_tensor_arrives_and_is_counted():
-    link = Link()
-    stats = swap(link)
-    q = "model.layers.0.self_attn.q_proj.weight"
-    assert set(link.keeper.loaded) == {*WEIGHTS, q + "_scale_inv", "model.layers.0.mlp.down_proj.weight_scale_inv"}
-    torch.testing.assert_close(
-        dequantize(link.keeper.loaded[q], link.keeper.loaded[q + "_scale_inv"], "block"),
-        WEIGHTS[q],
-        rtol=0.07,
-        atol=0.02,
-    )
-    assert torch.equal(link.keeper.loaded["model.norm.weight"], WEIGHTS["model.norm.weight"])
-    assert stats["sync/tensors"] == 6 and stats["sync/version"] == 1 == link.receiver.version
-    assert stats["sync/bytes"] == sum(t.nbytes for t in link.keeper.loaded.values())
-    assert stats["sync/verified_params"] == 6
-
-
-def test_bf16_wire_sends_the_cast_and_nothing_else():
-    link = Link()
-    swap(link, BF16)
-    assert {n: torch.equal(t, WEIGHTS[n].bfloat16()) for n, t in link.keeper.loaded.items()} == dict.fromkeys(
-        WEIGHTS, True
-    )
-
-
-def test_small_staging_makes_many_buckets_with_the_same_result():
-    large, small = Link(), Link(nbytes=90_000)
-    swap(large)
-    swap(small)
-    assert sum(isinstance(m, Bucket) for m in large.sent) == 1 < sum(isinstance(m, Bucket) for m in small.sent)
-    for name, tensor in large.keeper.loaded.items():
-        assert torch.equal(tensor.view(torch.uint8), small.keeper.loaded[name].view(torch.uint8)), name
-
-
-def test_a_tensor_larger_than_the_staging_names_the_remedy():
-    with pytest.raises(ValueError, match=r"q_proj.*raise sync\.bucket_mb"):
-        swap(Link(nbytes=30_000))
+def test_a_tensor_larger_than_a_bucket_names_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"sync\.bucket_mb is too small.*weight"):
+        Side(tmp_path, half=10_000).swap()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
-def test_a_nan_is_never_shipped(bad, name):
-    weights = {k: v.clone() for k, v in WEIGHTS.items()}
-    weights[name].view(-1)[3] = bad
-    link = Link()
-    with pytest.raises(ValueError, match=name):
-        swap(link, weights=weights)
-    assert link.receiver.version is None
+@pytest.mark.parametrize("number", [0, 4, 7])
+def test_a_nan_is_never_shipped(tmp_path, bad, number):
+    def change(shards):
+        shards[number].local.view(-1)[3] = bad
+        return shards
+
+    side = Side(tmp_path)
+    side.swap(1)
+    with pytest.raises(ValueError, match=sync_engine.shards(0, 1)[number].pieces[0].name):
+        side.swap(2, change=change)
+    assert side.engine.receiver.version is None and not count(side, Commit)
+    side.swap(3, seed=4)
+    assert not side.differs(4), "the next swap mends it"
 
 
-def flip_a_byte(link):
+@pytest.mark.parametrize("step", ["begin", "bucket", "finish", "end", "flush"])
+def test_a_step_that_fails_once_is_retried_whole(tmp_path, step):
+    side = Side(tmp_path, half=150_000)
+    side.swap(1)
+    side.engine.updater.fail_on = step
+    stats = side.swap(2, seed=3)
+    assert stats["sync/retries"] == 1 and side.engine.receiver.version == 2 and not side.differs(3)
+    assert count(side, Begin) == 2 and count(side, Record) == 1, "a plan is made anew after a failure"
+
+
+@pytest.mark.parametrize("step", ["record", "attach"])
+def test_so_is_the_making_of_the_plan(tmp_path, step):
+    side = Side(tmp_path)
+    side.engine.updater.fail_on = step
+    assert side.swap(1)["sync/retries"] == 1 and not side.differs()
+
+
+def flip_a_byte(side):
     def damage(message):
         if isinstance(message, Bucket):
-            link.staging.array(0, "uint8", (4,))[1] ^= 1
+            side.pusher.staging.halves[message.number % 2][1] ^= 1
         return message
 
     return damage
 
 
-@pytest.mark.parametrize("step", ["begin", "load", "end", "verified", "flush"])
-def test_a_step_that_fails_once_is_retried_whole(step):
-    link = Link()
-    swap(link, version=1)
-    link.keeper.fail_on, link.keeper.loaded, link.sent = step, {}, []
-    stats = swap(link, version=2)
-    assert stats["sync/retries"] == 1 and link.receiver.version == 2
-    assert len(link.keeper.loaded) == 6 and sum(isinstance(m, Begin) for m in link.sent) == 2
+def swapped(side):
+    """The second bucket arrives first."""
+    held = []
+
+    def damage(message):
+        if isinstance(message, Bucket) and message.number == 0:
+            held.append(message)
+            return Bucket(1, message.checksums)
+        return message
+
+    return damage
 
 
-def test_damage_that_stays_keeps_the_fence_up():
-    for damage, reason in [
-        (flip_a_byte, "checksum differs"),
-        (lambda _: lambda m: None if isinstance(m, Bucket) else m, "received 0 tensors, 0 bytes; sent 6"),
-    ]:
-        link = Link()
-        swap(link, version=1)
-        link.damage = damage(link)
-        with pytest.raises(SwapError, match=rf"version 2 failed 3 times.*{reason}"):
-            swap(link, version=2, attempts=3)
-        assert link.receiver.version is None, "an engine that may hold mixed weights must stay fenced"
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_a_byte, "bucket 0 was damaged"),
+        (lose(Bucket), "nothing was sent"),
+        (lose(Commit), "nothing was sent"),
+        (swapped, "bucket 1 came where bucket 0 was due"),
+    ],
+)
+def test_damage_that_stays_keeps_the_fence_up(tmp_path, damage, reason):
+    side = Side(tmp_path, attempts=3, half=150_000)
+    side.swap(1)
+    side.engine.damage = damage(side)
+    with pytest.raises(SwapError, match=rf"version 2 failed 3 times.*{reason}"):
+        side.swap(2, seed=3)
+    assert side.engine.receiver.version is None, "an engine that may hold mixed weights must stay fenced"
 
 
-def test_no_rank_commits_when_another_one_failed():
-    link = Link()
-    with pytest.raises(SwapError, match="another rank"):
-        swap(link, agree=lambda ok: False)
-    assert link.receiver.version is None and not any(isinstance(m, Commit) for m in link.sent)
+def test_a_layout_that_changed_is_recorded_again(tmp_path):
+    side = Side(tmp_path)
+    side.swap(1)
+    side.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+    with pytest.raises(SwapError, match="extra"):  # nobody sends it: the verifier says so
+        side.swap(2)
+    del side.model.extra
+    side.model.norm.data = torch.zeros(1000)[100:228]  # another place is no other layout but for its offset
+    assert side.swap(3, seed=8)["sync/retries"] == 0 and not side.differs(8)
+    stats = side.swap(4, seed=9)
+    assert stats["sync/plan_s"] == 0 and not side.differs(9)
 
 
-def test_weights_are_walked_to_the_end_after_a_failure():
-    link, walked = Link(), []
-    link.keeper.fail_on = "begin"
-
-    def weights():
-        for item in WEIGHTS.items():
-            walked.append(item[0])
-            yield item
-
-    push(weights, link, 1, FP8, SyncConfig(), lambda ok: ok, verify=False)
-    assert walked == 2 * list(WEIGHTS)  # else the other ranks would wait in a collective for ever
+def test_parameters_may_move_without_a_new_plan(tmp_path):
+    side = Side(tmp_path)
+    side.swap(1)
+    for parameter in side.model.parameters():
+        parameter.data = parameter.data.clone()
+    assert side.swap(2, seed=8)["sync/plan_s"] == 0 and count(side, Record) == 0 and not side.differs(8)
 
 
-def test_messages_out_of_order_are_refused():
-    link = Link()
-    for message in (Bucket([], 0, 0), Commit(1, 0, 0)):
-        reply = link.request(message, 1)
-        assert isinstance(reply, Failed) and "send Begin first" in reply.reason
+def test_messages_out_of_order_are_refused(tmp_path):
+    side = Side(tmp_path)
+    for message in (Bucket(0, [0]), Commit(1, 0, [0]), Record([], True)):
+        side.engine.post(message)
+        assert "send Begin first" in side.engine.reply(1).reason
+
+
+def test_many_swaps_leave_nothing_behind(tmp_path):
+    side = Side(tmp_path, half=150_000)
+
+    def held():
+        gc.collect()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with open("/proc/self/statm") as file:
+            return descriptors, int(file.read().split()[1])
+
+    for version in range(30):
+        side.swap(version, verify=False)
+    before = held()
+    for version in range(200):
+        side.swap(version, verify=False)
+    descriptors, pages = held()
+    assert descriptors == before[0] and pages - before[1] < 500, "2 MB in 200 swaps"
+    assert len(list(tmp_path.rglob("*"))) < 10
 
 
 def test_channel_carries_messages_and_descriptors():
     left, right = socket.socketpair()
-    a, b = Channel(left, Begin | Done), Channel(right, Begin | Bucket)
+    a, b = Channel(left, Begin | Done), Channel(right, Begin | Record)
     memory = SharedBytes(1000)
     memory.array(0, "uint8", (3,))[:] = [1, 2, 3]
     a.send(Begin(7, True), (memory.fd,))
     message, fds = b.receive(1)
     assert message == Begin(7, True)
     assert SharedBytes.attach(fds[0]).array(0, "uint8", (3,)).tolist() == [1, 2, 3]
-    large = Bucket([Entry(f"layer.{i}.weight", "bfloat16", (i, 128), i * 16) for i in range(20_000)], 5, 1 << 63)
+    large = Record([Entry(f"layer.{i}.weight", "bfloat16", (i, 128)) for i in range(20_000)], True)
     thread = threading.Thread(target=a.send, args=(large,))  # more than a socket buffer
     thread.start()
     assert b.receive(5) == (large, [])

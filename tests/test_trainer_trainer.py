@@ -102,6 +102,7 @@ def two_ranks(rank, store, models, results):
                 metrics = trainer.step(batch.select(share[rank]))
                 found[kind, name] = (first_gradient(trainer), metrics)
             found[kind, "weights"] = {name: w.clone() for name, w in trainer.weights()}
+            found[kind, "shards"] = trainer.shards()
         halves = batch.select(shares["halves"][rank])
         for name, algo in ALGORITHMS.items():
             trainer = new_trainer(models["llama-tied"], algo)
@@ -128,6 +129,28 @@ def ranks(models, tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     mp.spawn(two_ranks, (root / "store", models, root), nprocs=2)
     return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranks_shards_together_are_the_weights(ranks, models, kind):
+    def put_together(parts):
+        """Checkpoint tensors from the shards of all ranks."""
+        whole = {}
+        for shard in zip(*parts):
+            rows = torch.cat([part.local for part in shard])
+            assert len(rows) == shard[0].rows and [len(p.local) for p in shard] == np.diff(shard[0].bounds).tolist()
+            for piece in shard[0].pieces:
+                whole[piece.name] = rows[piece.row : piece.row + piece.rows].view(piece.shape)
+        return whole
+
+    alone = new_trainer(models[kind])
+    for parts, weights in [
+        ([rank[kind, "shards"] for rank in ranks], ranks[0][kind, "weights"]),
+        ([alone.shards()], dict(alone.weights())),
+    ]:
+        whole = put_together(parts)
+        assert whole.keys() == weights.keys()
+        assert all(torch.equal(whole[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,6 +27,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from sync.fields import doc
+from sync.shards import Piece, Shard
 from trainer import attention, presets
 from trainer.logprob import token_logprobs
 from trainer.pack import MicroBatch
@@ -122,9 +123,11 @@ def _convert_gguf(path: Path, directory: Path) -> None:
 class Policy(nn.Module):
     """The model as the trainer sees it: packed tokens in, log-probs of the sampled tokens out."""
 
-    def __init__(self, hf: PreTrainedModel, temperature: float, logits_mib: int) -> None:
+    def __init__(self, hf: PreTrainedModel, shard_mesh: DeviceMesh, temperature: float, logits_mib: int) -> None:
         super().__init__()
         self.hf = hf
+        self.shard_mesh = shard_mesh  # 1-D: the ranks that hold one copy of the model together
+        self._pieces: dict[str, tuple[Piece, ...]] = {}
         self.temperature = temperature
         self.chunk_rows = max(1, logits_mib * 2**20 // (4 * hf.config.get_text_config().vocab_size))
 
@@ -148,13 +151,59 @@ class Policy(nn.Module):
         A collective: every rank must run it to the end. One parameter is gathered at a time; tensors may be views of it
         (experts are stacked in the model and separate in the checkpoint), so copy what must outlive the iteration.
         """
-        seen = set()
-        for name, tensor in self.hf.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
+        for name, tensor in self._own_state():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield from revert_weight_conversion(self.hf, {name: whole.detach()}).items()
+
+    def shards(self) -> list[Shard]:
+        """The same weights where they lie: this rank's rows of every parameter, without moving any.
+
+        Not a collective. Raises ValueError for a model whose checkpoint tensors are not runs of rows of its parameters.
+        """
+        return [
+            Shard(self._pieces_of(name, tensor.shape), self._bounds(tensor), _local_rows(tensor))
+            for name, tensor in self._own_state()
+        ]
+
+    def _own_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The state dict, tied tensors once."""
+        seen = set()
+        for name, tensor in self.hf.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def _bounds(self, tensor: Tensor) -> tuple[int, ...]:
+        """Rows at which the ranks' parts of a parameter begin, and the end."""
+        ranks = self.shard_mesh.size()
+        inner, first = tensor.shape[1:-1].numel(), tensor.shape[0] if tensor.ndim else 1
+        if not isinstance(tensor, DTensor):  # a buffer, the same on every rank: rank 0 sends it
+            return (0, *[first * inner] * ranks)
+        each = -(-first // ranks)  # what torch.chunk gives, and so Shard(0)
+        return tuple(min(rank * each, first) * inner for rank in range(ranks + 1))
+
+    def _pieces_of(self, name: str, shape: torch.Size) -> tuple[Piece, ...]:
+        """The checkpoint tensors inside one parameter."""
+        if name not in self._pieces:
+            # The conversion is asked with a tensor of two columns in which every number is that of its row.
+            columns = 2 if len(shape) > 1 else 1
+            inner, width = (shape[:-1], shape[-1:]) if columns == 2 else (shape, shape[:0])
+            numbered = torch.arange(inner.numel()).repeat_interleave(columns).view(*inner, *[columns] * len(width))
+            pieces = []
+            for key, part in revert_weight_conversion(self.hf, {name: numbered}).items():
+                first = int(part.flatten()[0])
+                run = torch.arange(first, first + part.numel() // columns).repeat_interleave(columns)
+                if not torch.equal(part.flatten(), run):
+                    raise ValueError(f"{key} is not a run of rows of {name}: this model cannot be swapped by shards")
+                pieces.append(Piece(key, (*part.shape[: part.ndim - len(width)], *width), first))
+            self._pieces[name] = tuple(sorted(pieces, key=lambda piece: piece.row))
+        return self._pieces[name]
+
+
+def _local_rows(tensor: Tensor) -> Tensor:
+    """f32 [rows of this rank, K], a view."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
 
 
 def build_model(
@@ -184,7 +233,7 @@ def build_model(
         raise ValueError(f"{directory}: {type(hf).__name__} splits checkpoint tensors, which weights() cannot undo")
     if activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(hf.train(), temperature, logits_mib)
+    policy = Policy(hf.train(), mesh if mesh.ndim == 1 else mesh["shard"], temperature, logits_mib)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in hf.get_decoder().layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

@@ -36,6 +36,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         False
     )
     logits_mib: Annotated[int, doc("Memory of the largest piece of fp32 logits.", unit="MiB", ge=1)] = 256
+    offload: Annotated[
+        bool,
+        doc("Move parameters and optimizer to pinned host memory while the engine generates; no effect on CPUs."),
+    ] = True
     replicas: Annotated[
         int, doc("HSDP: copies of the model, each sharded over ranks / replicas neighbouring ranks; 1: FSDP.", ge=1)
     ] = 1

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sync.batch import Batch
+from sync.shards import Shard
 from trainer.algo import AlgoConfig
 from trainer.algo.advantages import advantage_parts, advantages, overlong_penalty, reward_moments
 from trainer.algo.correction import Correction, check_finite, correct, normalized
@@ -35,6 +36,7 @@ from trainer.algo.mismatch import mismatch
 from trainer.algo.parts import Mean, masked_mean
 from trainer.attention import needs_padding
 from trainer.model import Policy, build_model, reshard
+from trainer.offload import HostStore, Part, held
 from trainer.pack import MicroBatch, demonstrations, empty_micro_batch, micro_batches, update_shares
 from trainer.settings import SftConfig, TrainerConfig, learning_rate
 from trainer.tally import Tally
@@ -97,6 +99,8 @@ class Trainer:
         self.reference = build(False).requires_grad_(False) if algo.kl.coef else None
         self.optimizer = self.new_optimizer()
         self.updates = 0  # optimizer updates done by `step`; the schedule's clock
+        self.offloads = config.offload and device.type != "cpu"
+        self.stores = {"params": HostStore(device), "optimizer": HostStore(device)}
 
     def new_optimizer(self) -> torch.optim.AdamW:
         """AdamW as the config describes it, without any state."""
@@ -314,6 +318,23 @@ class Trainer:
                 assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
                 mine.to_local().copy_(theirs.to_local())
 
+    # ---------------------------------------------------------------- memory
+
+    @torch.no_grad()
+    def offload(self, part: Part) -> None:
+        """Moves this rank's shards to host memory: the parameters, or what only training needs (gradients, optimizer
+        state, reference policy). Until `onload(part)`, nothing may be called that reads them."""
+        if self.offloads:
+            for policy in (self.policy, self.reference):
+                if policy is not None:
+                    reshard(policy)  # gathered parameters go, and modules show their shards again
+            self.stores[part].offload(held(part, self.optimizer, self.reference))
+
+    def onload(self, part: Part) -> None:
+        """Brings back, bit for bit, what `offload(part)` moved."""
+        if self.offloads:
+            self.stores[part].onload()
+
     # ---------------------------------------------------------------- what others read
 
     @torch.no_grad()
@@ -328,3 +349,12 @@ class Trainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All ranks, to the end. (checkpoint name, whole fp32 tensor on the device), one parameter at a time."""
         return self.policy.weights()
+
+    def shards(self) -> list[Shard]:
+        """The same weights as this rank's rows of them; nothing moves, and other ranks need not call."""
+        return self.policy.shards()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that hold one copy of the model together."""
+        return self.policy.shard_mesh.get_group()
