@@ -9,6 +9,7 @@ import signal
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from trainer_cases import process_group
@@ -128,9 +129,9 @@ def setup(tmp_path_factory):
     assert host.process is None
 
 
-def swap(host, pushed, version):
+def swap(host, pushed, version, verify=True):
     shards = [whole(name, tensor) for name, tensor in pushed.weights()]
-    return pushed.pusher.push(lambda: shards, version, verify=True)
+    return pushed.pusher.push(lambda: shards, version, verify)
 
 
 def prompts(n, seed=0):
@@ -206,6 +207,28 @@ def test_a_request_that_cannot_fit_names_the_field(setup):
     host, _, _ = setup
     with pytest.raises(ValueError, match=r"engine\.context_length = 128"):
         sample(host, [np.zeros(100, np.int32)], Sampling(64))
+
+
+def test_two_hundred_swaps_leave_nothing_behind(setup):
+    host, pushed, _ = setup
+    tree = [psutil.Process(host.process.pid), *psutil.Process(host.process.pid).children(recursive=True)]
+
+    def held():
+        """(resident MB, shared MB, open files) of the engine's processes."""
+        memory = [process.memory_info() for process in tree]
+        return sum(m.rss for m in memory) / 1e6, sum(m.shared for m in memory) / 1e6, sum(p.num_fds() for p in tree)
+
+    def swaps(n):
+        return [swap(host, pushed, 10 + i, verify=False)["sync/swap_s"] for i in range(n)]
+
+    swaps(20)
+    before = held()
+    seconds = swaps(200)
+    after = held()
+    assert after[0] - before[0] < 8 and after[1] - before[1] < 2 and after[2] <= before[2], (before, after)
+    assert np.median(seconds[-50:]) < 2 * np.median(seconds[:50])
+    swap(host, pushed, 500)
+    assert set(sample(host, prompts(4), Sampling(4)).versions) == {500}
 
 
 def test_memory_that_slept_comes_back_through_a_swap(setup):
