@@ -61,6 +61,13 @@ class Bucket(NamedTuple):
         s = self.pack[process]
         return len(s.offset) == 1 and s.target[0] == 0 and s.rows[0] == 1 and self.workspace == self.send[process]
 
+    def scratch(self, rank: int) -> int:
+        """Bytes that `rank` needs beside its staging: its workspace, unless its own segment serves, and a segment for
+        every other kind of engine process."""
+        own = self.pack[rank]
+        others = {id(strips): size for strips, size in zip(self.pack, self.send) if strips is not own}
+        return sum(others.values()) + (0 if self.is_identity(rank) else self.workspace)
+
 
 class Layout(NamedTuple):
     """What one rank does in every swap."""

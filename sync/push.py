@@ -136,7 +136,7 @@ class Pusher:
             return
         plans, self.stock = final_plans(entries, recordings, self.engine.team)
         layout = build(self.forms, plans, self.staging.half, self.rank)
-        self.workspace.resize_(max((b.workspace + sum(b.send) for b in layout.buckets), default=0))
+        self.workspace.resize_(max((bucket.scratch(self.rank) for bucket in layout.buckets), default=0))
         self.directory.mkdir(parents=True, exist_ok=True)
         file = (self.directory / f"arrivals-rank{dist.get_rank()}.msgpack").absolute()
         arrivals = Arrivals(layout.arrivals.tobytes(), [bucket.nbytes for bucket in layout.buckets])
@@ -207,7 +207,7 @@ class _Swap:
         p = self.p
         start, nbytes = bucket.receive[p.rank]
         mine = half[start : start + nbytes]
-        space = mine if bucket.is_identity(p.rank) else p.workspace[: bucket.workspace]
+        space, end = (mine, 0) if bucket.is_identity(p.rank) else (p.workspace[: bucket.workspace], bucket.workspace)
         began = time.perf_counter()
         for share in bucket.shares:
             form, shard = p.forms[share.form], shards[share.form]
@@ -216,14 +216,13 @@ class _Swap:
             except ValueError as error:
                 self.problem = self.problem or _UNFIT + str(error)
         segments: dict[int, Tensor] = {}  # by packing: engine processes with the same plan get the same bytes
-        end = bucket.workspace
         for process in sorted(range(p.ranks), key=lambda process: process != p.rank):
             strips, size = bucket.pack[process], bucket.send[process]
             if id(strips) in segments:
                 continue
             segments[id(strips)] = segment = mine if process == p.rank else p.workspace[end : end + size]
             end += 0 if process == p.rank else size
-            if segment.data_ptr() != space.data_ptr():
+            if segment is not space and size:
                 there, here = copies(strips, segment, [space])
                 torch._foreach_copy_(there, here)  # type: ignore[reportPrivateImportUsage]
         self.quantize_s += time.perf_counter() - began

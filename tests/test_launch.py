@@ -99,7 +99,7 @@ def test_every_recipe_resolves(name):
         (["--config", "demo", "model.path=x"], "model: model needs exactly one of path and preset"),
         (["--config", "demo", "rollout.group_size=1"], "rollout.group_size = 1"),
         (["--config", "demo", "rollout.max_tokens=64"], "engine.context_length = 64 must be at least 82"),
-        (["--config", "demo", "trainer.updates_per_rollout=1000"], "more than the 384 samples"),
+        (["--config", "demo", "trainer.updates_per_rollout=1000"], "more than the 512 samples"),
         (["--config", "demo", "rollout.replay_support=true"], "set top_k from 1 to 1024"),
         (["--config", "demo", "algo.correction.mode=bypass"], "importance: none"),
         (["--config", "demo", "task.name=arithmetik"], "arithmetic"),
@@ -291,6 +291,27 @@ def test_two_ranks_with_everything_unusual(tmp_path):
     assert sum(r["engine/reward_failed_frac"] + r["engine/reward_timeout_frac"] for r in steps[:2]) > 0
     assert "engine/eval_pass_at_k" in steps[2] and (tmp_path / "run" / "engine-rank1.log").exists()
     assert "no reward today" in output or "no reward within" in output
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_a_dead_rank_ends_the_run_and_every_engine(tmp_path):
+    """kill -9 of a trainer rank between or in the middle of swaps: nothing is left running, the checkpoint is whole."""
+    process = start(tmp_path / "run", "--config", "demo", "steps=9", "cluster.ranks=2", "cluster.threads=1",
+                    "model.preset=tiny-qwen3", "eval.every=0", "checkpoint.every=1", *SMALL)  # fmt: skip
+    family: list[psutil.Process] = []
+
+    def rank_one(launcher):
+        family.extend(psutil.Process(launcher.pid).children(recursive=True))
+        (rank,) = [c for c in family if str(ROOT / "launch.py") in c.cmdline() and c.environ()["RANK"] == "1"]
+        return rank
+
+    output = finish_without(process, "step 1/9", rank_one)
+    assert process.returncode == 1 and "rank 1 failed with exit status -9; results so far" in output, output
+    psutil.wait_procs(family, timeout=30)
+    assert len(family) > 6 and not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert any(re.fullmatch(r"step_\d+", name) for name in saved), saved
 
 
 @pytest.mark.slow
