@@ -55,7 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     task: Annotated[TaskConfig, doc("Where prompts and rewards come from.")]
     rollout: Annotated[RolloutConfig, doc("What is sampled each step.")] = RolloutConfig()
     eval: Annotated[EvalConfig, doc("Held-out evaluation.")] = EvalConfig()
-    engine: Annotated[EngineConfig, doc("The SGLang engine of one rank.")] = EngineConfig()
+    engine: Annotated[EngineConfig, doc("The SGLang engine of a rank, or of several.")] = EngineConfig()
     trainer: Annotated[TrainerConfig, doc("Optimiser and memory of the trainer.")] = TrainerConfig()
     sft: Annotated[SftConfig, doc("Supervised warm start on the task's demonstrations.")] = SftConfig()
     algo: Annotated[AlgoConfig, doc("Advantages, loss, rollout correction, KL.")] = AlgoConfig()
@@ -85,10 +85,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"algo.advantage.overlong.buffer_tokens = {self.algo.advantage.overlong.buffer_tokens} is more than "
                 f"rollout.max_tokens = {self.rollout.max_tokens}"
             )
-        if self.cluster.ranks % self.trainer.replicas:
-            raise ValueError(
-                f"trainer.replicas = {self.trainer.replicas} must divide cluster.ranks = {self.cluster.ranks}"
-            )
+        if self.cluster.ranks:
+            self.check_ranks(self.cluster.ranks)
         if self.cluster.ranks > groups:
             raise ValueError(f"rollout.prompts_per_step = {groups} is less than cluster.ranks = {self.cluster.ranks}")
         compared = self.algo.advantage.name in ("grpo", "dr_grpo", "rloo")
@@ -96,4 +94,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(
                 f"rollout.group_size = 1: algo.advantage.name = {self.algo.advantage.name} compares the samples of a "
                 "group, so it needs at least 2 (reinforce_pp takes 1)"
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError if a run of so many ranks cannot be divided as the recipe says."""
+        replicas, team = self.trainer.replicas, self.engine.tensor_parallel
+        if ranks % replicas:
+            raise ValueError(f"trainer.replicas = {replicas} must divide the number of ranks, {ranks}")
+        if ranks % team:
+            raise ValueError(f"engine.tensor_parallel = {team} must divide the number of ranks, {ranks}")
+        if ranks // replicas % team:
+            raise ValueError(
+                f"engine.tensor_parallel = {team} must divide the ranks of one model copy, {ranks // replicas} "
+                f"(trainer.replicas = {replicas})"
             )

@@ -82,6 +82,7 @@ def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
 
     try:
         ranks = config.cluster.resolved_ranks()
+        config.check_ranks(ranks)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from engine.rollout import Evaluation, Rollout, Sample, Sampler, Stats
 from engine.tasks import load_task
 from engine.tasks.prompts import Prompts
 from engine.tasks.tokenizer import load_tokenizer
+from engine.team import Seat
 from ranks import Ranks
 from records import log as records
 from records.console import RunConsole
@@ -69,6 +71,7 @@ class Loop:
         self.config, self.run_dir, self.ranks, self.console, self.stack = config, run_dir, ranks, console, stack
         self.at = Position()
         self.times: dict[str, float] = {}
+        self.seat = self._seat()
         if ranks.first:
             model_dir = materialize(config.model, run_dir / "model", config.seed)
         else:
@@ -111,6 +114,21 @@ class Loop:
             ranks.first_problem,
         )
 
+    def _seat(self) -> Seat:
+        """This rank's place among those that share its engine."""
+        ranks, team = self.ranks, self.config.engine.tensor_parallel
+        self.config.check_ranks(ranks.world)
+        if ranks.neighbours % team:
+            raise ValueError(
+                f"engine.tensor_parallel = {team} must divide the number of ranks of each machine, {ranks.neighbours}: "
+                "an engine is on one"
+            )
+        if team == 1:
+            return Seat()
+        place = ranks.rank % team
+        folder = None if place else self.stack.enter_context(TemporaryDirectory(prefix="hotswap-"))
+        return Seat(place, team, Path(ranks.all(folder)[ranks.rank - place]))
+
     def _host(self) -> EngineHost:
         config = self.config
         layers = msgspec.json.decode((self.model_dir / "config.json").read_bytes())["num_hidden_layers"]
@@ -118,9 +136,10 @@ class Loop:
             config.engine,
             self.model_dir,
             config.fp8.sglang_quantization_config(layers, self.names) if config.fp8.enabled else None,
-            self.run_dir / f"engine-rank{self.ranks.rank}.log",
+            self.run_dir / f"engine-rank{self.ranks.rank - self.seat.place}.log",
             config.seed + self.ranks.rank,
             self.ranks.device,
+            self.seat,
         )
 
     # ---------------------------------------------------------------- before the first step
@@ -161,7 +180,8 @@ class Loop:
                 "task": config.task.name
                 + (f" ({self.prompts.skipped} prompts too long)" if self.prompts.skipped else ""),
                 "ranks": f"{ranks.world} on {ranks.device.type}",
-                "engine": f"SGLang, weights {'FP8 ' + config.fp8.granularity if config.fp8.enabled else 'unquantized'}",
+                "engine": f"SGLang, weights {'FP8 ' + config.fp8.granularity if config.fp8.enabled else 'unquantized'}"
+                + (f", {self.seat.ranks} ranks each" if self.seat.ranks > 1 else ""),
                 "step": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} samples",
                 "correction": f"{config.algo.correction.mode}, {config.algo.correction.importance}",
                 "results": self.run_dir,
@@ -201,7 +221,7 @@ class Loop:
             self._save(self.at.version + 1)
         with self._timed("time/sync_s"):
             metrics |= self._swap(self.at.version + 1)
-        metrics["engine/restarts"] = self.ranks.combine({}, {"x": self.host.starts - 1.0}, {})["x"]
+        metrics["engine/restarts"] = self.ranks.combine({}, {"x": (self.host.starts - 1) / self.host.team}, {})["x"]
         metrics["engine/tokens_per_s"] = metrics["engine/sampled_tokens"] / self.times["time/rollout_s"]
         metrics |= self.ledger.take(lambda peaks: self.ranks.combine({}, {}, peaks))
         metrics |= self.times | {"time/step_s": time.perf_counter() - began}
@@ -281,15 +301,18 @@ class Loop:
 
     def _revive(self, error: Exception | None) -> None:
         """All ranks, after an `error` on some of them: starts engines that died again. Raises `error` if none did,
-        EngineDied when one may not be started again."""
-        dead = not self.host.alive
-        if not self.ranks.largest(dead):
+        EngineDied when one may not be started again. An engine is dead when any of its ranks finds so."""
+        deaths = self.ranks.all(not self.host.alive)
+        if not any(deaths):
             raise error or AssertionError("ranks disagree on a failure without a dead engine")
-        self._tell("engine", str(error or "the engine ended") if dead else None)
+        leader = self.ranks.rank - self.seat.place
+        dead = any(deaths[leader : leader + self.host.team])
+        own = isinstance(error, EngineDied) or not self.seat.place  # what its other ranks say too is said once
+        self._tell("engine", str(error or "the engine ended") if dead and own else None)
         if dead:
             with self.phases.start():
                 self.host.restart()
-        self._tell("engine", "started again" if dead else None)
+        self._tell("engine", "started again" if dead and not self.seat.place else None)
 
     # ---------------------------------------------------------------- evaluation, records, end
 

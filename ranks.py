@@ -19,14 +19,15 @@ class Ranks:
     """This rank among all of them. Reads the variables that torch elastic and torchrun set."""
 
     def __init__(self, config: ClusterConfig):
-        """Joins the default process group: NCCL for CUDA tensors, gloo for CPU ones."""
+        """Joins the default process group: NCCL for CUDA tensors, gloo for CPU ones. `neighbours` counts the ranks of
+        this machine."""
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local, neighbours = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        local, self.neighbours = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         kind = config.resolved_device()
         self.device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(self.device)
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // neighbours))
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // self.neighbours))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             timeout=COLLECTIVE_TIMEOUT,
@@ -61,10 +62,15 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's `value`, on every rank, in rank order (pickled, as in `share`)."""
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
     def gather(self, text: str | None) -> list[str]:
         """What ranks have to say, on every rank, in rank order; None is silence."""
-        texts: list[str | None] = [None] * self.world
-        dist.all_gather_object(texts, text)
+        texts = self.all(text)
         return [f"rank {rank}: {text}" if self.world > 1 else text for rank, text in enumerate(texts) if text]
 
     def combine(

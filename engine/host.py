@@ -2,7 +2,7 @@
 
 The child (engine/child.py) owns `sglang.Engine`. It gets an environment without torchrun's variables (SGLang's own
 process groups would wait for them) and a private socket. Everything it prints goes to a log file, whose tail is part of
-the error when it dies.
+the error when it dies. Of ranks that share an engine the first does all that; the others connect (engine/team.py).
 """
 
 import contextlib
@@ -25,14 +25,17 @@ from engine.protocol import (
     FromChild,
     Generate,
     Generated,
+    Join,
     Ready,
     Sampling,
+    Skip,
     Sleep,
     Slots,
     Start,
     Stop,
     Wake,
 )
+from engine.team import Seat
 from sync.channel import Channel
 from sync.fields import doc
 from sync.messages import Done, Failed, FromEngine, ToEngine
@@ -43,8 +46,17 @@ _STOP_S = 10.0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The SGLang engine of one rank."""
+    """The SGLang engine of a rank, or of several."""
 
+    tensor_parallel: Annotated[
+        int,
+        doc(
+            "Ranks (GPUs) that share one engine; it must divide the ranks, and those of an engine must be on one"
+            " machine.",
+            unit="ranks",
+            ge=1,
+        ),
+    ] = 1
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         doc("Dtype of activations and of weights that are not FP8; auto: bfloat16 on GPUs, float32 on CPUs."),
@@ -71,6 +83,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dict[str, Any], doc("Further arguments of sglang.Engine by their own names; they win over ours.")
     ] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if "tp_size" in self.sglang:
+            raise ValueError("sglang.tp_size is not for you to set: use engine.tensor_parallel")
+
 
 class EngineDied(RuntimeError):
     """The child process ended or stopped answering. The trainer is untouched; `EngineHost.restart` may follow."""
@@ -81,9 +97,7 @@ class EngineError(RuntimeError):
 
 
 class EngineHost:
-    """Owns the child process of one rank. Use as a context manager."""
-
-    team = 1  # ranks that share it
+    """A rank's engine: owns the child process, or shares the one of another rank. Use as a context manager."""
 
     def __init__(
         self,
@@ -93,21 +107,25 @@ class EngineHost:
         log_path: Path,
         seed: int,
         device: torch.device,
+        seat: Seat = Seat(),  # noqa: B008
     ):
-        """`quantization` is the model's `quantization_config` override (FP8), None for the plain dtype.
+        """`quantization` is the model's `quantization_config` override (FP8), None for the plain dtype. Ranks that
+        share an engine pass the same but for `device` and the place of `seat`: what differs is the first one's.
 
         Raises ValueError for an allocator setting that the memory saver cannot work with.
         """
-        self.config, self.log_path, self.seed, self.device = config, log_path, seed, device
+        assert seat.ranks == config.tensor_parallel, (seat, config.tensor_parallel)
+        self.config, self.log_path, self.seed, self.device, self.seat = config, log_path, seed, device, seat
         if device.type == "cuda" and config.memory_saver:
             _refuse_expandable_segments(os.environ)
+        self.team = seat.ranks
         self.server_args = server_args(config, model_dir, quantization, device)
         self.model = json.loads((model_dir / "config.json").read_text())
         self.reports = log_path.with_suffix(".swap").absolute()  # files that cross in a swap
         self.starts = 0
         self.unplanned = self.unverified = True  # this engine process has recorded no plan, proved no swap yet
         self.sglang = ""  # version, once it runs
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None  # of the rank that started it
         self.channel: Channel[Any] | None = None
 
     def __enter__(self) -> "EngineHost":
@@ -119,49 +137,66 @@ class EngineHost:
 
     @property
     def alive(self) -> bool:
+        if self.seat.place:
+            return self.channel is not None and not self.channel.closed
         return self.process is not None and self.process.poll() is None
 
     def spawn(self) -> None:
         """Starts the child without waiting for it, so that the rank can build its trainer meanwhile."""
+        self.starts += 1
+        self.unplanned = self.unverified = True
+        self.reports.mkdir(exist_ok=True)
+        if self.seat.place:
+            self.channel = Channel(socket.socket(socket.AF_UNIX), FromChild)  # `start` connects it
+            return
         ours, theirs = socket.socketpair()
-        with self.log_path.open("ab") as log, theirs:
-            os.set_inheritable(theirs.fileno(), True)
+        ends = [theirs] if self.team == 1 else [theirs, self.seat.listen(self.starts)]
+        descriptor, *listener = [str(end.fileno()) for end in ends]
+        with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.child", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "engine.child", descriptor, str(os.getpid()), *listener],
                 env=self._environment(),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[end.fileno() for end in ends],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a signal for the rank's group is not for the engine: the rank closes it
             )
+        for end in ends:
+            end.close()
         self.channel = Channel(ours, FromChild)
-        self.starts += 1
-        self.unplanned = self.unverified = True
-        self.reports.mkdir(exist_ok=True)
-        self._send(Start(self.server_args, self.seed + 7919 * self.starts, str(self.reports)))
+        self._send(Start(self.server_args, self.seed + 7919 * self.starts, str(self.reports), self.team))
 
     def start(self) -> None:
         """Waits until the engine serves; spawns it first if need be. Raises EngineDied."""
-        if self.process is None:
+        if self.channel is None:
             self.spawn()
+        if self.seat.place:
+            self._join()
         message = self._receive(self.config.start_timeout_s, "starting")
         assert isinstance(message, Ready), message
         self.sglang = message.sglang
 
     def restart(self) -> None:
-        """Ends what is left of the child and starts a new one, without weights. EngineDied past `max_restarts`."""
+        """Ends what is left of the child and starts a new one, without weights. EngineDied past `max_restarts`.
+
+        All ranks that share the engine must do so.
+        """
         self.close()
         if self.starts > self.config.max_restarts:
             raise EngineDied(f"the engine died {self.starts} times: engine.max_restarts = {self.config.max_restarts}")
         self.start()
 
     def post(self, message: ToEngine | None) -> None:
-        """Sends a swap message without waiting. `reply` has the answer, or that the child is gone."""
+        """Sends a swap message without waiting. `reply` has the answer, or that the child is gone.
+
+        None, for a rank that has a problem: the other ranks of the engine get `Failed` for what they send, and so does
+        it.
+        """
         assert self.channel is not None, "the engine is not started"
-        assert message is not None, "only ranks that share an engine have nothing to send"
+        assert message is not None or self.team > 1, "only ranks that share an engine have nothing to send"
         with contextlib.suppress(OSError):  # it closed its channel: `reply` finds that out, and why
-            self.channel.send(message)
+            self.channel.send(Skip() if message is None else message)
 
     def reply(self, timeout: float) -> FromEngine:
         """The next answer to a posted message. A dead or stuck child is `Failed`: a swap can be retried whole."""
@@ -215,21 +250,30 @@ class EngineHost:
             memory.close()
 
     def close(self) -> None:
-        """Stops the child, by force if it does not stop by itself. Safe to call twice."""
-        if self.process is None:
+        """Stops the child, by force (of the rank that started it) if it does not stop. Safe to call twice."""
+        if self.channel is None:
             return
-        assert self.channel is not None
         with contextlib.suppress(OSError):  # it may be gone already
             self.channel.send(Stop())
         self.channel.close()
-        try:
-            self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        with contextlib.suppress(ProcessLookupError):  # what SGLang left behind; all are in the child's own group
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process is not None:
+            try:
+                self.process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            with contextlib.suppress(ProcessLookupError):  # what SGLang left behind; all are in the child's own group
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process = self.channel = None
+
+    def _join(self) -> None:
+        assert self.channel is not None
+        timeout = self.config.start_timeout_s
+        try:
+            self.seat.connect(self.channel.socket, self.starts, timeout)
+        except TimeoutError:
+            raise self._died(f"could not be reached for {timeout:.0f} s") from None
+        self._send(Join(self.seat.place))
 
     def _slots(self, prompts: list[Any], sampling: Sampling) -> Slots:
         longest = max((len(prompt) for prompt in prompts), default=0)
@@ -256,8 +300,11 @@ class EngineHost:
         kept["CUDA_VISIBLE_DEVICES"] = ""
         if self.device.type == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            index = self.device.index or 0
-            kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+            first = self.device.index or 0
+            indices = range(first, first + self.team)
+            kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[i] if visible else str(i) for i in indices)
+        elif self.team > 1:  # SGLang asks for it, and then binds nothing without its kernels
+            kept.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(self.team))))
         return kept | {
             "OMP_NUM_THREADS": str(self.config.threads),
             "TOKENIZERS_PARALLELISM": "false",
@@ -284,6 +331,10 @@ class EngineHost:
         return message
 
     def _died(self, what: str) -> EngineDied:
+        if self.seat.place:
+            assert self.channel is not None
+            self.channel.close()  # ends the child, unless it is stuck: then the rank that started it kills it
+            return EngineDied(f"the engine, shared by {self.team} ranks, {what}; its log is {self.log_path}")
         assert self.process is not None
         if self.process.poll() is None:
             try:
@@ -320,7 +371,7 @@ def server_args(
     Raises ValueError for pipeline parallelism: each of its processes has other layers, and a swap expects the same.
     """
     if config.sglang.get("pp_size", 1) > 1:
-        raise ValueError("engine.sglang.pp_size must be 1: use tp_size to spread the engine over GPUs")
+        raise ValueError("engine.sglang.pp_size must be 1: use engine.tensor_parallel to spread the engine over GPUs")
     cpu = device.type == "cpu"
     model = json.loads((model_dir / "config.json").read_text())
     args: dict[str, Any] = {
@@ -328,6 +379,7 @@ def server_args(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": ("float32" if cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
+        "tp_size": config.tensor_parallel,
         "context_length": config.context_length,
         "max_running_requests": config.max_running_requests,
         "log_level": "error",

@@ -33,6 +33,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     server_args: dict[str, Any]
     seed: int
     reports: str  # directory for the answers of SGLang's processes to swap commands
+    ranks: int = 1  # that share the engine: so many channels to serve
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """First message of a rank that shares the engine which another rank started. Answered by Ready, like Start."""
+
+    place: int  # of the rank among those of the engine
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -78,11 +85,15 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     tags: tuple[str, ...]
 
 
+class Skip(msgspec.Struct, frozen=True, tag=True):
+    """Instead of a swap message, from a rank that has a problem, to the other ranks of the engine: Failed for all."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToChild = Start | Generate | Sleep | Wake | Stop | ToEngine
+ToChild = Start | Join | Generate | Sleep | Wake | Skip | Stop | ToEngine
 FromChild = Ready | Finished | Generated | FromEngine
 
 

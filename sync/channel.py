@@ -1,10 +1,11 @@
-"""Typed messages over a private Unix socket pair: how a rank talks to the child process that owns its engine.
+"""Typed messages over a private Unix socket: how a rank talks to the child process that owns its engine.
 
 A frame is a 4-byte little-endian length and a msgpack body; file descriptors (shared memory) travel with the frame's
-first byte. The socket pair has no name in the file system, so no other user can reach it, and it closes with either
-end: a receive of None means that the other side is gone.
+first byte. A socket pair has no name in the file system, so no other user can reach it (engine/team.py has the other
+kind), and it closes with either end: a receive of None means that the other side is gone.
 """
 
+import select
 import socket
 import struct
 from typing import Any, Generic, TypeVar
@@ -52,6 +53,19 @@ class Channel(Generic[M]):
                 raise ConnectionResetError("the other side closed in the middle of a message")
             parts += part
         return bytes(parts)
+
+    @property
+    def closed(self) -> bool:
+        """Whether either side has closed it, even if something it sent is left to read."""
+        if self.socket.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self.socket, 0)  # a hang-up is always reported
+        return bool(poll.poll(0))
+
+    def hang_up(self) -> None:
+        """Ends both directions: also a `receive` that waits in another thread."""
+        self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.socket.close()

@@ -105,6 +105,17 @@ def test_every_recipe_resolves(name):
         (["--config", "demo", "task.name=arithmetik"], "arithmetic"),
         (["--config", "demo", "task.params.kind=sorted"], "task"),
         (["--config", "demo", "cluster.ranks=99"], "less than cluster.ranks = 99"),
+        (["--config", "demo", "engine.tensor_parallel=2"], "tensor_parallel = 2 must divide the number of ranks, 1"),
+        (
+            ["--config", "demo", "cluster.ranks=3", "engine.tensor_parallel=2"],
+            "engine.tensor_parallel = 2 must divide the number of ranks, 3",
+        ),
+        (
+            ["--config", "demo", "cluster.ranks=4", "trainer.replicas=4", "engine.tensor_parallel=2"],
+            "must divide the ranks of one model copy, 1 (trainer.replicas = 4)",
+        ),
+        (["--config", "demo", "cluster.ranks=4", "trainer.replicas=3"], "replicas = 3 must divide the number of ranks"),
+        (["--config", "demo", "engine.sglang={tp_size: 2}"], "engine: sglang.tp_size is not for you to set"),
         (["--config", "demo", "fp8.granularity=rowwise"], "SGLang is served block only"),
         (["--config", "demo", "algo.advantage.overlong.buffer_tokens=11"], "buffer_tokens = 11 is more than"),
         (["--config", "demo", "rollout={dynamic_sampling: true, group_size: 1}"], "dynamic_sampling drops groups"),
@@ -137,11 +148,10 @@ def start(run_dir, *arguments):
 
 
 def last_engine(launcher):
-    """The engine child of the highest rank."""
+    """The engine child of the highest rank that has one."""
     children = psutil.Process(launcher.pid).children(recursive=True)
     ranks = sorted((c for c in children if str(ROOT / "launch.py") in c.cmdline()), key=lambda c: c.environ()["RANK"])
-    (child,) = [c for c in ranks[-1].children() if "engine.child" in c.cmdline()]
-    return child
+    return [child for rank in ranks for child in rank.children() if "engine.child" in child.cmdline()][-1]
 
 
 def finish_without(launcher, line, victim):
@@ -291,6 +301,51 @@ def test_two_ranks_with_everything_unusual(tmp_path):
     assert sum(r["engine/reward_failed_frac"] + r["engine/reward_timeout_frac"] for r in steps[:2]) > 0
     assert "engine/eval_pass_at_k" in steps[2] and (tmp_path / "run" / "engine-rank1.log").exists()
     assert "no reward today" in output or "no reward within" in output
+
+
+def model_for_two_gpus(directory):
+    """A model of which each of two engine processes holds FP8 blocks of 128 in every dimension; bytes on the wire."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sync.quantize import Fp8Config
+    from trainer.presets import preset_config
+
+    config = preset_config("tiny-qwen3-moe", 0.08)
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 4, 4
+    config.num_experts, config.moe_intermediate_size = 4, 256
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)
+    nbytes = 0
+    for name, parameter in model.named_parameters():  # experts are stacked: [4, rows, columns]
+        quantized = name.endswith("_proj") or Fp8Config().is_quantized(name, tuple(parameter.shape), 2)
+        nbytes += parameter.numel() + parameter.numel() // 128**2 * 4 if quantized else parameter.numel() * 4
+    return nbytes
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_two_ranks_share_an_engine_that_dies_once(tmp_path):
+    nbytes = model_for_two_gpus(tmp_path / "model")
+    process = start(
+        tmp_path / "run", "--config", "demo", "steps=2", "cluster.ranks=2", "cluster.threads=1",
+        "engine.tensor_parallel=2", "engine.max_running_requests=32", f"model={{path: {tmp_path / 'model'}}}",
+        "sft.steps=0", "task.params.partial=true", "rollout.prompts_per_step=8", "rollout.group_size=4",
+        "rollout.max_tokens=6", "eval.every=0", "sync.verify=always", "checkpoint={every: 0, export_hf: false}",
+    )  # fmt: skip
+    output = finish_without(process, "step 0/2", last_engine)
+    assert process.returncode == 0, output
+    assert "rank 0: the engine" in output and "SIGKILL" in output and "rank 1: the engine, shared by 2" in output
+    assert output.count("started again") == 1 and not (tmp_path / "run" / "engine-rank1.log").exists()
+    steps = metrics_of(tmp_path / "run")
+    assert [record["sync/version"] for record in steps] == [1, 2] and steps[1]["engine/restarts"] == 1
+    for record in steps:
+        assert record["engine/samples"] == 32 and abs(record["trainer/mismatch_k1"]) < 0.05
+        assert record["sync/verified_params"] == 29 and record["sync/stock_tensors"] == 0
+        assert record["sync/bytes"] < 0.51 * nbytes, "each process of the engine holds half of the weights"
+        assert record["sync/bytes_received"] < 0.5 * (nbytes / 2), "alone, a rank receives all that the other one has"
+    assert all(s["version"] == s["step"] for s in lines(tmp_path / "run" / "samples.jsonl"))
 
 
 @pytest.mark.slow
