@@ -302,17 +302,16 @@ class Loop:
     def _revive(self, error: Exception | None) -> None:
         """All ranks, after an `error` on some of them: starts engines that died again. Raises `error` if none did,
         EngineDied when one may not be started again. An engine is dead when any of its ranks finds so."""
-        deaths = self.ranks.all(not self.host.alive)
+        deaths = self.ranks.all("" if self.host.alive else str(error or "the engine ended"))
         if not any(deaths):
             raise error or AssertionError("ranks disagree on a failure without a dead engine")
         leader = self.ranks.rank - self.seat.place
-        dead = any(deaths[leader : leader + self.host.team])
-        own = isinstance(error, EngineDied) or not self.seat.place  # what its other ranks say too is said once
-        self._tell("engine", str(error or "the engine ended") if dead and own else None)
-        if dead:
+        death = next(filter(None, deaths[leader : leader + self.host.team]), None)
+        self._tell("engine", None if self.seat.place else death)
+        if death:
             with self.phases.start():
                 self.host.restart()
-        self._tell("engine", "started again" if dead and not self.seat.place else None)
+        self._tell("engine", "started again" if death and not self.seat.place else None)
 
     # ---------------------------------------------------------------- evaluation, records, end
 

@@ -331,10 +331,17 @@ class EngineHost:
         return message
 
     def _died(self, what: str) -> EngineDied:
+        how = self._end()
+        log = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        tail = "\n  ".join(log.splitlines()[-_LOG_TAIL:])
+        return EngineDied(f"the engine {what} ({how}); last lines of {self.log_path}:\n  {tail}")
+
+    def _end(self) -> str:
+        """Sees to it that the child is at its end; how it ended."""
         if self.seat.place:
             assert self.channel is not None
             self.channel.close()  # ends the child, unless it is stuck: then the rank that started it kills it
-            return EngineDied(f"the engine, shared by {self.team} ranks, {what}; its log is {self.log_path}")
+            return f"shared by {self.team} ranks"
         assert self.process is not None
         if self.process.poll() is None:
             try:
@@ -343,9 +350,7 @@ class EngineHost:
                 self.process.kill()
                 self.process.wait()
         code = self.process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        tail = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
-        return EngineDied(f"the engine {what} ({how}); last lines of {self.log_path}:\n  " + "\n  ".join(tail))
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
 def _refuse_expandable_segments(environment: Mapping[str, str]) -> None:
