@@ -8,6 +8,7 @@ import torch
 from engine.host import EngineConfig
 from engine.rollout import EvalConfig, RolloutConfig
 from engine.tasks import TaskConfig
+from records.guard import GuardConfig
 from records.log import RecordsConfig
 from sync.fields import doc
 from sync.push import SyncConfig
@@ -63,6 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sync: Annotated[SyncConfig, doc("How weights reach the engine.")] = SyncConfig()
     checkpoint: Annotated[CheckpointConfig, doc("What is saved, and when.")] = CheckpointConfig()
     records: Annotated[RecordsConfig, doc("What a run writes beside its metrics.")] = RecordsConfig()
+    guard: Annotated[GuardConfig, doc("When to warn of a run, and when to stop it.")] = GuardConfig()
     cluster: Annotated[ClusterConfig, doc("Where the ranks run.")] = ClusterConfig()
 
     def __post_init__(self) -> None:
@@ -71,6 +73,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(
                 f"trainer.updates_per_rollout = {updates} is more than the {groups * self.rollout.group_size} samples "
                 "of a step (rollout.prompts_per_step x rollout.group_size)"
+            )
+        if self.algo.calibration.period and updates < 2:
+            raise ValueError(
+                f"algo.calibration.period = {self.algo.calibration.period} needs trainer.updates_per_rollout of at "
+                f"least 2, not {updates}: in the only update every ratio is 1"
             )
         longest = self.task.max_prompt_tokens + self.rollout.max_tokens + SGLANG_SPARE
         if longest > self.engine.context_length:

@@ -79,10 +79,12 @@ def _launch(config, options: argparse.Namespace, arguments: list[str]) -> int:
     """Checks what can be checked without starting anything, then starts the ranks and waits for them."""
     from engine.tasks import load_task
     from loop import has_run
+    from trainer.fp8 import backend_name
 
     try:
         ranks = config.cluster.resolved_ranks()
         config.check_ranks(ranks)
+        backend_name(config.fp8.train, config.cluster.resolved_device())
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:

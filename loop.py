@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from config import Config
-from engine.host import EngineDied, EngineError, EngineHost
+from engine.host import EngineDied, EngineError, EngineHost, n_experts
 from engine.rewards import RewardPool
 from engine.rollout import Evaluation, Rollout, Sample, Sampler, Stats
 from engine.tasks import load_task
@@ -26,12 +26,14 @@ from engine.team import Seat
 from ranks import Ranks
 from records import log as records
 from records.console import RunConsole
+from records.guard import Guard
 from records.log import RunLog
 from sync.batch import FINISH_REASONS
 from sync.encode import Wire
 from sync.ledger import Ledger
 from sync.phases import PhaseError, Phases
 from sync.push import Pusher, SwapError
+from sync.quantize import audit_layers
 from trainer.checkpoint import Checkpointer, export_hf
 from trainer.model import materialize
 from trainer.trainer import Trainer
@@ -40,8 +42,12 @@ _SFT_CURSOR = 500_000  # data position of the demonstrations: not those of the r
 _SETTLE_S = 60.0  # longest wait of a failed run for the checkpoint it is writing
 
 
+class GuardStop(RuntimeError):
+    """A metric is beyond a limit of the config that stops the run."""
+
+
 # Errors whose message says all there is to say; anything else is a bug and shows its traceback.
-USER_ERRORS = (ValueError, OSError, FloatingPointError, EngineDied, EngineError, PhaseError, SwapError)
+USER_ERRORS = (ValueError, OSError, FloatingPointError, EngineDied, EngineError, PhaseError, SwapError, GuardStop)
 T = TypeVar("T")
 
 
@@ -98,9 +104,14 @@ class Loop:
             temperature=config.rollout.temperature,
             total_steps=config.steps,
             max_response_tokens=config.rollout.max_tokens,
+            fp8=config.fp8,
         )
+        if config.fp8.train != "off":
+            told = msgspec.json.decode(self.host.server_args["json_model_override_args"])["quantization_config"]
+            audit_layers(self.trainer.policy.fp8_names, told, self.names)
         self.ledger = Ledger(ranks.device, lambda: self.host.process.pid if self.host.process else None)
         self.phases = Phases(self.host, self.trainer, ranks.agree, self.ledger.measure)
+        self.guard = Guard(config.guard, experts=n_experts(self.host.model) > 0)
         self.checkpoints = Checkpointer(config.checkpoint, run_dir / "checkpoints")
         stack.callback(self.checkpoints.settle, _SETTLE_S)
         dtype = getattr(torch, self.host.server_args["dtype"])
@@ -228,6 +239,16 @@ class Loop:
         self.log.write(step, metrics)
         self._write_samples(step, rollout.samples)
         self.console.step(step, self.config.steps, metrics)
+        self._judge(step, metrics)
+
+    def _judge(self, step: int, metrics: dict[str, float]) -> None:
+        """Warns of metrics beyond the limits of `guard`. Raises GuardStop, after a checkpoint, where one is to stop."""
+        verdict = self.guard.check(step, metrics)
+        for text in verdict.warnings:
+            self._event("guard", f"step {step}: {text}")
+        if verdict.stop:
+            self._keep()
+            raise GuardStop(f"step {step}: {verdict.stop}; a checkpoint is saved, --resume goes on from it")
 
     def _rollout(self) -> Rollout:
         """This rank's samples."""
@@ -263,14 +284,28 @@ class Loop:
         if not self.ranks.largest(rollout.batch.n_sequences):
             self._event("rollout", f"step {self.at.step}: no usable sample, so there is no update")
             return {}
-        with self.phases.train(), self.console.progress("training", 1):
-            return self.trainer.step(rollout.batch)
+        try:
+            with self.phases.train(), self.console.progress("training", 1):
+                metrics = self.trainer.step(rollout.batch)
+        except FloatingPointError:  # of all ranks alike, and the update was not applied
+            self._keep()
+            raise
+        calibrator = self.trainer.calibrator
+        if calibrator is not None and calibrator.skipped:
+            self._event("calibration", f"step {self.at.step}: clip bounds stay as they are: {calibrator.skipped}")
+        return metrics
 
     def _save(self, version: int) -> None:
         """A checkpoint; `version` is that of the trainer's weights, which the engine may not have yet."""
         with self._timed("time/checkpoint_s"), self.phases.train():
             at = msgspec.structs.replace(self.at, version=version)
             self.checkpoints.save(self.trainer, at.step, msgspec.to_builtins(at))
+
+    def _keep(self) -> None:
+        """Before the run ends early: a checkpoint of where it stands, unless that is there already."""
+        if not (self.at.step and self._due(self.config.checkpoint.every, self.at.step)):
+            self._save(self.at.version)
+        self.checkpoints.close()
 
     def _swap(self, version: int) -> dict[str, float]:
         """Gives every engine the trainer's weights as `version`; engines that die on the way are started again."""

@@ -59,6 +59,19 @@ CHARTS = (
         lines={"trainer/clip_frac_pos": "A > 0", "trainer/clip_frac_neg": "A < 0"},
         note="A rise for A < 0 alone comes before an entropy surge: bad tokens go unpunished.",
     ),
+    Chart(
+        title="Calibrated clipping: bounds", lines={"trainer/clip_low": "L", "trainer/clip_high": "H"},
+        note="Of the ratio. L falls and H rises with the FP8 noise of the log-probs.",
+    ),
+    Chart(
+        title="Calibrated clipping: α", unit="fraction of A < 0",
+        lines={"trainer/clip_alpha": "high precision", "trainer/clip_alpha_naive": "FP8, bound as configured"},
+        note="What the configured bound clips. Calibration makes FP8 clip what high precision would.",
+    ),
+    Chart(
+        title="Calibrated clipping: mass ratio", lines={"trainer/clip_mass_ratio": "FP8 / high precision"},
+        note="Gradient mass of A > 0 over that of A < 0. 1: the balance of high precision.",
+    ),
     Chart(title="Entropy", lines={"trainer/entropy": "policy entropy"}, unit="nats"),
     Chart(
         title="Response length", unit="tokens",

@@ -75,6 +75,12 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "trainer/clip_frac_pos": ("frac", "Clipped among kept tokens with positive advantage.", "clip+"),
         "trainer/clip_frac_neg": ("frac", "Clipped among kept tokens with negative advantage.", "clip-"),
         "trainer/dual_clip_frac": ("frac", "Dual-clipped among kept tokens with negative advantage."),
+        "trainer/clip_low": ("", "Lower clip bound of the ratio in use, L (calibrated clipping)."),
+        "trainer/clip_high": ("", "Upper clip bound of the ratio in use, H (calibrated clipping)."),
+        "trainer/clip_calibrated": ("", "1 where the bounds were calibrated in this step, else 0."),
+        "trainer/clip_alpha": ("frac", "Tokens with A < 0 that the configured bound clips in high precision."),
+        "trainer/clip_alpha_naive": ("frac", "Tokens with A < 0 that the configured bound would clip in FP8."),
+        "trainer/clip_mass_ratio": ("", "Positive over negative gradient mass, FP8 with L, H over high precision; 1."),
         "trainer/ratio_mean": ("", "Mean ratio pi_theta / pi_old."),
         "trainer/ratio_max": ("", "Largest ratio pi_theta / pi_old."),
     },
@@ -87,6 +93,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Speed": {
         "engine/tokens_per_s": ("tokens/s", "Sampled tokens per second of rollout, all ranks.", "tok/s"),
+        "trainer/clip_calibration_s": ("s", "Part of training that calibrates the clip bounds."),
         "trainer/tokens_per_s": ("tokens/s", "Tokens trained on per second of training, all ranks."),
     },
     "Swap": {
@@ -102,6 +109,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "sync/tensors": ("", "Tensors shipped to one engine."),
         "sync/stock_tensors": ("", "Tensors that SGLang's own loader takes, because it does more than copy them."),
         "sync/verified_params": ("", "Engine parameters whose checksum was verified after the swap."),
+        "sync/codes_equal": ("frac", "FP8 weights that the trainer multiplied with and the engine was sent alike; 1."),
         "sync/retries": ("", "Times the swap was sent again."),
         "sync/version": ("", "Weight version the engine holds after the swap."),
     },

@@ -57,6 +57,7 @@ def exchange_edges(
         (number, *found, width(shard.local.shape[1]))
         for number, (form, shard) in enumerate(zip(forms, shards))
         for found in _shared_blocks(form)
+        if shard.scale is None
     ]
     device = shards[0].local.device
     flat = torch.zeros(sum(key[-1] for key in keys), device=device)

@@ -23,7 +23,7 @@ meets ties often). Harmless for weights: an engine never quantizes them, it rece
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -34,8 +34,11 @@ from torch import Tensor
 from sync.fields import doc
 
 E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
 BLOCK = (128, 128)
 PANEL = 1 << 19  # elements worked on at once: float32 temporaries stay at 2 MiB, within the cache
+
+LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 
 Granularity = Literal["block", "group", "rowwise", "tensor"]
 ScaleFormat = Literal["fp32", "pow2"]
@@ -76,8 +79,22 @@ class Fp8Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = []
     num_first_layers_in_bf16: Annotated[int, doc("Decoder layers at the start kept in BF16.", ge=0)] = 0
     num_last_layers_in_bf16: Annotated[int, doc("Decoder layers at the end kept in BF16.", ge=0)] = 0
+    train: Annotated[
+        Literal["off", "auto", "reference", "te", "deepgemm"],
+        doc(
+            "What computes the same layers' forward, dgrad and wgrad in FP8; off: the trainer multiplies in its own "
+            "dtype. reference: torch, any device; te: Transformer Engine; deepgemm: DeepGEMM; auto: deepgemm where it "
+            "can run, else reference."
+        ),
+    ] = "off"
+    gradients: Annotated[
+        Literal["e4m3", "e5m2"],
+        doc("Format of the gradients of the layers' outputs, where the trainer computes in FP8."),
+    ] = "e4m3"
 
     def __post_init__(self) -> None:
+        if self.train != "off" and not (self.enabled and self.granularity == "block"):
+            raise ValueError(f"train = {self.train} needs enabled = true and granularity = block")
         for pattern in self.ignored_layers:
             if not pattern or pattern != pattern.strip(". ") or pattern.endswith((".weight", ".bias")):
                 raise ValueError(f"ignored_layers: {pattern!r} must be a module name such as 'layers.0.mlp.down_proj'")
@@ -142,6 +159,28 @@ class Fp8Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return config | ({"scale_fmt": "ue8m0"} if self.scales == "pow2" else {})
 
 
+def audit_layers(trained: Iterable[str], served: Mapping[str, Any], names: Iterable[str]) -> None:
+    """ValueError naming the modules that only one of trainer and engine computes in FP8.
+
+    `trained`: Hugging Face names of the weights that the trainer multiplies with in FP8; `served`: the engine's
+    `quantization_config`; `names`: of all parameters of the model. Read as SGLang reads it: every linear layer is
+    quantized that no entry of `ignored_layers` covers. A layer's experts count as one module.
+    """
+
+    def units(names: Iterable[str]) -> set[str]:
+        modules = {module for name in names if (module := _module_of(name))}
+        return {_experts_of(module) or module for module in modules if not module.endswith("norm")}
+
+    def covered(module: str) -> bool:
+        return any(f".{entry}." in f".{module}." for entry in served["ignored_layers"])
+
+    engine = {module for module in units(names) if not covered(module)}
+    ours = units(trained)
+    sides = [("the trainer alone", ours - engine), ("the engine alone", engine - ours)]
+    if found := [f"{side} quantizes {', '.join(sorted(modules))}" for side, modules in sides if modules]:
+        raise ValueError(f"fp8: trainer and engine differ: {'; '.join(found)}")
+
+
 def scale_name(hf_weight_name: str) -> str:
     """Hugging Face's (and SGLang's) name of the scale of a quantized parameter."""
     return hf_weight_name + "_scale_inv"
@@ -173,6 +212,8 @@ def quantize(
     *,
     amax: Tensor | None = None,
     codes: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    refuse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """FP8 codes and scales of x, [..., N, K] in bf16, fp16 or fp32, any strides, any device.
 
@@ -182,7 +223,10 @@ def quantize(
 
     `amax`, float32 of the shape of `scale`, is used instead of `block_amax(x)`, for rows of x whose blocks reach into
     another rank's rows; no |x| may exceed it. Blocks are counted from the first row given, so cut x at the borders of
-    blocks first. `codes`, float8_e4m3fn of the shape of x and contiguous, receives the codes and is returned.
+    blocks first. `codes`, of the shape of x and contiguous, receives the codes and is returned. `dtype` float8_e5m2
+    makes codes of that format, with 57344 for 448 in the formula: gradients, where the trainer is told so. With
+    `refuse` false a NaN or Inf raises nothing, and nothing waits for the device: it becomes a NaN (with fp32 scales its
+    whole block does).
 
     Raises ValueError for a NaN or Inf in x or amax, naming `name` and the first bad index of x, before any code is
     written; and for other dtypes or ranks.
@@ -194,15 +238,16 @@ def quantize(
     shape = (*x.shape[:-2], *((1, 1) if granularity == "tensor" else (-(-n // height), -(-k // width))))
     amax = block_amax(x, granularity, block) if amax is None else amax
     assert amax.shape == shape and amax.dtype == torch.float32
-    refuse_non_finite(amax, x, name)
-    scale = _scale(amax, scales, amax_floor)
+    if refuse:
+        refuse_non_finite(amax, x, name)
+    scale = _scale(amax, scales, amax_floor, LARGEST[dtype])
     per_tile = scale.expand(*x.shape[:-2], -(-n // height), -(-k // width))
     if codes is None:
-        codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    assert codes.shape == x.shape and codes.dtype == torch.float8_e4m3fn and codes.is_contiguous()
+        codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    assert codes.shape == x.shape and codes.dtype == dtype and codes.is_contiguous()
     matrices, out, s = x.reshape(-1, n, k), codes.view(-1, n, k), per_tile.reshape(-1, *per_tile.shape[-2:])
     for (blocks, tile), (_, target) in zip(_tiles(matrices, height, width), _tiles(out, height, width)):
-        # No clamp: |x| / s is at most 448 (1 + 2^-22), and the cast rounds everything below 464 to 448.
+        # No clamp: |x| / s is at most 448 (1 + 2^-22), and the cast rounds everything below 464 to 448; so with E5M2.
         target.copy_(tile.float() / s[blocks][:, :, None, :, None])
     return codes, scale
 
@@ -217,7 +262,7 @@ def dequantize(
     n, k = codes.shape[-2:]
     height, width = _tile_shape(granularity, k, block)
     # The value of every code: a look-up is six times as fast as torch's own cast from float8 on a CPU.
-    values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn).float()
+    values = torch.arange(256, dtype=torch.uint8, device=codes.device).view(codes.dtype).float()
     x = torch.empty(codes.shape, device=codes.device)
     per_tile = scale.expand(*codes.shape[:-2], -(-n // height), -(-k // width))
     matrices, out, s = codes.reshape(-1, n, k), x.view(-1, n, k), per_tile.reshape(-1, *per_tile.shape[-2:])
@@ -241,9 +286,9 @@ def refuse_non_finite(amax: Tensor, x: Tensor, name: str) -> None:
         raise ValueError(f"{name} holds a NaN or Inf, {where}")
 
 
-def _scale(amax: Tensor, scales: ScaleFormat, amax_floor: float) -> Tensor:
+def _scale(amax: Tensor, scales: ScaleFormat, amax_floor: float, largest: float) -> Tensor:
     # A tensor 448, not a Python one: CUDA kernels multiply by the reciprocal of a Python scalar, CPUs divide.
-    scale = amax.clamp_min(amax_floor) / torch.full((), E4M3_MAX, device=amax.device)
+    scale = amax.clamp_min(amax_floor) / torch.full((), largest, device=amax.device)
     if scales == "fp32":
         return scale
     # 2^ceil(log2 s) on the bits: any mantissa bit carries into the exponent, then the mantissa is cleared.

@@ -88,12 +88,13 @@ def quantize(
     name: str = "tensor",
     *,
     codes: Tensor | None = None,
+    refuse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """What sync.quantize.quantize returns, bit for bit, for blocks of 128 x 128 and groups of 1 x 128 on a GPU.
 
     x is [..., N, K] in bf16, fp16 or fp32, any strides, on a CUDA device (on the CPU under TRITON_INTERPRET=1).
     Returns `codes` float8_e4m3fn [..., N, K], contiguous (in `codes` if given), and `scale` float32 [..., ceil(N/128)
-    or N, ceil(K/128)]. Waits for the device once, to look for a NaN or Inf.
+    or N, ceil(K/128)]. Waits for the device once, to look for a NaN or Inf, unless `refuse` is false.
 
     Raises ValueError for a NaN or Inf, naming `name` and the first bad index; for other dtypes or ranks; and for other
     granularities. After a NaN the contents of `codes` mean nothing.
@@ -117,7 +118,8 @@ def quantize(
     launch: Any = quantize_kernel[(len(matrices) * strips * columns,)]
     with torch.cuda.device_of(x):
         launch(matrices, out, scale, n, k, *matrices.stride(), floor_bits, **options)
-    refuse_non_finite(scale, x, name)
+    if refuse:
+        refuse_non_finite(scale, x, name)
     if interpreted:
         codes.copy_(out)
     return codes, scale

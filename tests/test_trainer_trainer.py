@@ -1,5 +1,6 @@
 """The step: its gradient against plain transformers and autograd in f64, whatever the micro-batches and ranks."""
 
+import contextlib
 import itertools
 
 import msgspec
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.algo import AlgoConfig
 from trainer.algo.advantages import AdvantageConfig
+from trainer.algo.clipping import CalibrationConfig
 from trainer.algo.correction import CorrectionConfig
 from trainer.algo.kl import KlConfig
 from trainer.algo.loss import LossConfig
@@ -90,6 +92,29 @@ def test_normalised_weights_take_an_extra_pass_and_divide_by_their_mean(models, 
     assert relative_error(first_gradient(trainer), scaled) < 1e-5
 
 
+# Groups 0 and 2, 1 and 3: with two updates, the last mini-batch of the ranks together is that of one rank.
+CALIBRATED = [[*range(0, 4), *range(8, 12)], [*range(4, 8), *range(12, 16)]]
+
+
+def calibrated(directory, batch):
+    """Metrics of a step with calibrated clipping; FP8 is played by an error that depends on the log-prob."""
+    algo = AlgoConfig(calibration=CalibrationConfig(period=1, min_tokens=5))
+    trainer = new_trainer(directory, algo, updates_per_rollout=2)
+    exact = []
+    trainer.policy.high_precision = lambda: exact_forwards(exact)
+    trainer.policy.register_forward_hook(
+        lambda module, args, out: out if exact else (out[0] + 0.2 * torch.sin(100 * out[0].detach()), out[1])
+    )
+    return trainer.step(batch)
+
+
+@contextlib.contextmanager
+def exact_forwards(flag):
+    flag.append(True)
+    yield
+    flag.clear()
+
+
 def two_ranks(rank, store, models, results):
     """One process of two: everything that needs a second rank, in one start-up."""
     with process_group(rank, 2, store):
@@ -120,6 +145,7 @@ def two_ranks(rank, store, models, results):
         found["replicas"] = {name: w.clone() for name, w in trainer.weights()}
         bad = msgspec.structs.replace(halves, rewards=np.ones(halves.n_sequences, np.float32))
         found["degenerate"] = new_trainer(models["llama-tied"]).step(bad)["trainer/grad_norm"]
+        found["calibration"] = calibrated(models["llama-tied"], random_batch(groups=4).select(CALIBRATED[rank]))
         torch.save(found, results / f"{rank}.pt")
         dist.barrier()
 
@@ -129,6 +155,14 @@ def ranks(models, tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     mp.spawn(two_ranks, (root / "store", models, root), nprocs=2)
     return [torch.load(root / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_calibrated_bounds_are_the_same_on_every_rank_and_those_of_one(ranks, models):
+    alone = calibrated(models["llama-tied"], random_batch(groups=4))
+    names = [f"trainer/clip_{name}" for name in ("low", "high", "alpha", "alpha_naive", "mass_ratio", "calibrated")]
+    first, second = ([rank["calibration"][name] for name in names] for rank in ranks)
+    assert first == second == pytest.approx([alone[name] for name in names], rel=1e-3)
+    assert first[0] != 0.8 and first[-1] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

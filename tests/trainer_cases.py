@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from sync.batch import Batch
+from sync.quantize import Fp8Config
 from trainer.algo import AlgoConfig
 from trainer.algo.loss import LossConfig
 from trainer.model import ModelConfig, materialize
@@ -87,11 +88,13 @@ def random_batch(seed: int = 0, groups: int = 3, per_group: int = 4, gaps: bool 
     ).check()
 
 
-def new_trainer(directory: Path, algo: AlgoConfig | None = None, temperature: float = 0.8, **options) -> Trainer:
+def new_trainer(
+    directory: Path, algo: AlgoConfig | None = None, temperature: float = 0.8, fp8: Fp8Config | None = None, **options
+) -> Trainer:
     defaults = {"dtype": "fp32", "lr": 1e-3, "max_grad_norm": 0.0, "tokens_per_micro_batch": 64}
     return Trainer(
         TrainerConfig(**(defaults | options)), algo or AlgoConfig(), directory, device=torch.device("cpu"),
-        temperature=temperature, total_steps=10, max_response_tokens=16,
+        temperature=temperature, total_steps=10, max_response_tokens=16, fp8=fp8,
     )  # fmt: skip
 
 

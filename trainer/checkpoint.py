@@ -9,7 +9,7 @@ training goes on; at most one save is in flight, and its error is raised by the 
 import json
 import re
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -186,13 +186,18 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.reference is not None:
         state["reference"] = get_model_state_dict(trainer.reference)
+    if trainer.calibrator is not None:
+        state["calibrator"] = trainer.calibrator.state()
     return state
 
 
-def _drop_unsaved(state: dict[str, Any], saved: Container[str], path: Path) -> None:
-    """Takes out of `state` the random states that a run with fewer ranks, or without a GPU, did not save."""
+def _drop_unsaved(state: dict[str, Any], saved: Collection[str], path: Path) -> None:
+    """Takes out of `state` what the run that saved did not have: the random states of more ranks or of a GPU, and
+    calibrated clip bounds."""
     if "reference" in state and not any(f"reference.{name}" in saved for name in state["reference"]):
         raise ValueError(f"checkpoint {path} was saved with algo.kl.coef = 0 and holds no reference policy")
+    if not any(name.startswith("calibrator.") for name in saved):
+        state.pop("calibrator", None)
     key = _rng_key()
     state[key] = {device: rng for device, rng in state[key].items() if f"{key}.{device}" in saved}
     if not state[key]:
@@ -207,6 +212,8 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.reference is not None:
         set_model_state_dict(trainer.reference, state["reference"])
     trainer.updates = state["updates"]
+    if trainer.calibrator is not None and "calibrator" in state:
+        trainer.calibrator.load(state["calibrator"])
     rng = state.get(_rng_key(), {})
     if "cpu" in rng:
         torch.set_rng_state(rng["cpu"])

@@ -3,6 +3,7 @@
 Layouts: parameters are fp32 masters, one FSDP group per decoder layer and one for the rest (embedding, final norm,
 head); compute is bf16 or fp32, gradients are reduced in fp32. The transformers module is kept as it is: attention is
 replaced through AttentionInterface and the head is bypassed (trainer/logprob.py).
+With fp8.train the projections are gathered as FP8 codes and multiplied by trainer/fp8.
 What it gives up: loading needs the checkpoint once in rank 0's host memory, and every model whose log-probs would be
 wrong here is refused (transformed logits, dropout, layers other than full or sliding-window attention).
 """
@@ -11,6 +12,7 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +28,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from sync.encode import Wire
 from sync.fields import doc
+from sync.fp8_tensor import Fp8Weights, Named
+from sync.quantize import Fp8Config
 from sync.shards import Piece, Shard
 from trainer import attention, presets
+from trainer.fp8 import make_backend
+from trainer.fp8.linear import Arithmetic, swap
 from trainer.logprob import token_logprobs
 from trainer.pack import MicroBatch
 
@@ -128,6 +135,8 @@ class Policy(nn.Module):
         self.hf = hf
         self.shard_mesh = shard_mesh  # 1-D: the ranks that hold one copy of the model together
         self._pieces: dict[str, tuple[Piece, ...]] = {}
+        self.arithmetic: Arithmetic | None = None  # with fp8.train, as the next one
+        self.fp8: Fp8Weights | None = None
         self.temperature = temperature
         self.chunk_rows = max(1, logits_mib * 2**20 // (4 * hf.config.get_text_config().vocab_size))
 
@@ -136,6 +145,8 @@ class Policy(nn.Module):
 
         Both are of softmax(logits / temperature), renormalised over the candidates where `micro.support` is given.
         """
+        if self.fp8 is not None:
+            self.fp8.refresh()
         hidden = self.hf.get_decoder()(
             input_ids=micro.tokens[None], position_ids=micro.positions[None], use_cache=False, layout=micro.layout
         ).last_hidden_state[0]
@@ -156,14 +167,61 @@ class Policy(nn.Module):
             yield from revert_weight_conversion(self.hf, {name: whole.detach()}).items()
 
     def shards(self) -> list[Shard]:
-        """The same weights where they lie: this rank's rows of every parameter, without moving any.
+        """The same weights where they lie: this rank's rows of every parameter, without moving any. With fp8.train the
+        codes and scales that the next forward multiplies with.
 
-        Not a collective. Raises ValueError for a model whose checkpoint tensors are not runs of rows of its parameters.
+        A collective with fp8.train only. Raises ValueError for a model whose checkpoint tensors are not runs of rows of
+        its parameters, and, with fp8.train, naming a tensor that holds a NaN or Inf.
         """
+        ready: dict[str, Shard] = {} if self.fp8 is None else self.fp8.shards()
         return [
-            Shard(self._pieces_of(name, tensor.shape), self._bounds(tensor), _local_rows(tensor))
+            ready.get(name) or Shard(self._pieces_of(name, tensor.shape), self._bounds(tensor), _local_rows(tensor))
             for name, tensor in self._own_state()
         ]
+
+    def high_precision(self, *, weights: bool = True, activations: bool = True) -> AbstractContextManager[None]:
+        """Forwards inside (under no_grad) take masters and activations in the compute dtype, or one of the two, where
+        FP8 layers take their FP8 values. A collective per layer for weights. Without fp8.train: nothing changes."""
+        return nullcontext() if self.arithmetic is None else self.arithmetic.high_precision(weights, activations)
+
+    @property
+    def fp8_names(self) -> list[str]:
+        """Checkpoint names of the weights that the forward multiplies with in FP8."""
+        stored = () if self.fp8 is None else self.fp8.stored.values()
+        return [piece.name for each in stored for piece in each.pieces]
+
+    def use_fp8(self, fp8: Fp8Config, n_layers: int) -> None:
+        """Before sharding. Swaps in the modules that multiply in FP8. Raises ValueError where the model cannot."""
+        backend = make_backend(fp8, self.shard_mesh.device_type)
+        if backend is None:
+            return
+        chosen = {}
+        for name, tensor in self._own_state():
+            pieces = self._pieces_of(name, tensor.shape)
+            verdicts = {fp8.is_quantized(piece.name, piece.shape, n_layers): piece.name for piece in pieces}
+            if len(verdicts) > 1:
+                raise ValueError(f"fp8: {verdicts[True]} is quantized and {verdicts[False]} is not, but {name} is both")
+            if True in verdicts:
+                chosen[name] = pieces
+        self.arithmetic = swap(self.hf, chosen, backend)
+        self._chosen = chosen
+
+    def hold_fp8(self, fp8: Fp8Config, n_layers: int, dtype: torch.dtype) -> None:
+        """After sharding and loading, before the first forward: FSDP gathers codes from now on."""
+        if self.arithmetic is None:
+            return
+        named = {}
+        for name in self._chosen:
+            tensor = self.hf.get_parameter(name)
+            assert isinstance(tensor, DTensor)
+            named[name] = Named(tensor, self._pieces_of(name, tensor.shape), self._bounds(tensor))
+        group = self.shard_mesh.get_group()
+        self.fp8 = Fp8Weights(Wire(fp8, n_layers, dtype), named, self.shard_mesh.get_local_rank(), group)
+
+    def weights_changed(self) -> None:
+        """After an optimizer's step, which leaves no other trace: the next forward makes the FP8 codes anew."""
+        if self.fp8 is not None:
+            self.fp8.changed()
 
     def _own_state(self) -> Iterator[tuple[str, Tensor]]:
         """The state dict, tied tensors once."""
@@ -214,12 +272,13 @@ def build_model(
     temperature: float,
     logits_mib: int,
     activation_checkpointing: bool,
+    fp8: Fp8Config | None = None,
 ) -> Policy:
     """The model of a Hugging Face directory, sharded over `mesh` (1-D: FSDP; 2-D: replicate x shard).
 
     A collective. Rank 0 reads the checkpoint into host memory in its stored dtype (61 GB for a 30B model in bf16) and
     scatters it parameter by parameter; no other rank and no device ever holds more than its shard and one parameter.
-    Raises ValueError for models whose log-probs would be wrong here.
+    Raises ValueError for models whose log-probs would be wrong here, and for an fp8.train that cannot run here.
     """
     AttentionInterface.register(attention.NAME, attention.packed_attention)
     config = AutoConfig.from_pretrained(directory)
@@ -234,6 +293,9 @@ def build_model(
     if activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf.train(), mesh if mesh.ndim == 1 else mesh["shard"], temperature, logits_mib)
+    n_layers = config.get_text_config().num_hidden_layers
+    if fp8 is not None:
+        policy.use_fp8(fp8, n_layers)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in hf.get_decoder().layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -241,6 +303,8 @@ def build_model(
     policy.to_empty(device=mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device())
     hf.tie_weights()  # to_empty gave tied parameters separate storage
     _load(hf, directory)
+    if fp8 is not None:
+        policy.hold_fp8(fp8, n_layers, dtype)
     return policy
 
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sync.batch import Batch
+from sync.quantize import Fp8Config
 from sync.shards import Shard
 from trainer.algo import AlgoConfig
 from trainer.algo.advantages import advantage_parts, advantages, overlong_penalty, reward_moments
@@ -35,6 +36,7 @@ from trainer.algo.loss import denominator, policy_loss
 from trainer.algo.mismatch import mismatch
 from trainer.algo.parts import Mean, masked_mean
 from trainer.attention import needs_padding
+from trainer.calibration import Calibrator, Piece
 from trainer.model import Policy, build_model, reshard
 from trainer.offload import HostStore, Part, held
 from trainer.pack import MicroBatch, demonstrations, empty_micro_batch, micro_batches, update_shares
@@ -71,11 +73,14 @@ class Trainer:
         temperature: float,
         total_steps: int,
         max_response_tokens: int,
+        fp8: Fp8Config | None = None,
     ) -> None:
         """All ranks. `temperature` > 0 is the sampling temperature of the rollouts, by which logits are divided;
-        `max_response_tokens` is their limit (for the overlong penalty); `total_steps` counts calls of `step`.
+        `max_response_tokens` is their limit (for the overlong penalty); `total_steps` counts calls of `step`. `fp8`:
+        what the policy, and the reference policy, multiply in FP8 (None: nothing).
 
-        Raises ValueError for an unsupported model, or replicas that do not divide the ranks.
+        Raises ValueError for an unsupported model, an fp8.train that cannot run here, or replicas that do not divide
+        the ranks.
         """
         self.config, self.algo, self.device, self.model_dir = config, algo, device, model_dir
         self.max_response_tokens = max_response_tokens
@@ -92,13 +97,14 @@ class Trainer:
         def build(checkpointing: bool) -> Policy:
             return build_model(
                 model_dir, mesh=mesh, dtype=DTYPES[config.dtype], temperature=temperature,
-                logits_mib=config.logits_mib, activation_checkpointing=checkpointing,
+                logits_mib=config.logits_mib, activation_checkpointing=checkpointing, fp8=fp8,
             )  # fmt: skip
 
         self.policy = build(config.activation_checkpointing)
         self.reference = build(False).requires_grad_(False) if algo.kl.coef else None
         self.optimizer = self.new_optimizer()
         self.updates = 0  # optimizer updates done by `step`; the schedule's clock
+        self.calibrator = Calibrator(algo) if algo.calibration.period else None
         self.offloads = config.offload and device.type != "cpu"
         self.stores = {"params": HostStore(device), "optimizer": HostStore(device)}
 
@@ -111,7 +117,9 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         betas = (self.config.beta1, self.config.beta2)
-        return torch.optim.AdamW(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=self.config.lr, betas=betas, eps=self.config.eps, fused=True)
+        optimizer.register_step_post_hook(lambda *_: self.policy.weights_changed())
+        return optimizer
 
     # ---------------------------------------------------------------- reinforcement learning
 
@@ -131,8 +139,12 @@ class Trainer:
         ]
         if self._needs_old_pass():
             self._old_pass([work for update in updates for work in update], tally)
+        if self.calibrator is not None:
+            self.calibrator.begin(self.policy, [work.micro for work in updates[-1]])
         done, norms, rate = 0, [], 0.0
         for number, update in enumerate(updates):
+            if self.calibrator is not None and number == len(updates) - 1:
+                self.calibrator.calibrate(self.policy, [_piece(work) for work in update], moved=done > 0)
             rate = learning_rate(self.config, self.updates, self.total_updates)
             norm = self._update(update, rate, tally, measure=number == 0)
             if norm is not None:
@@ -142,8 +154,9 @@ class Trainer:
         micro_count = sum(len(update) for update in updates)
         fed = self._sum(sum(len(work.micro.tokens) for update in updates for work in update if len(work.roll_R)))
         tokens = self._sum(batch.n_tokens)
-        metrics = tally.result()
+        metrics = tally.result() | (self.calibrator.metrics() if self.calibrator is not None else {})
         seconds = time.perf_counter() - began
+        metrics |= self._codes_equal()
         return metrics | {
             "trainer/grad_norm": float(np.mean(norms)) if norms else 0.0,
             "trainer/lr": rate,
@@ -152,6 +165,14 @@ class Trainer:
             "trainer/packed_frac": fed / max(1, micro_count * self.world * self.config.tokens_per_micro_batch),
             "trainer/tokens_per_s": tokens / seconds,
         }
+
+    def _codes_equal(self) -> dict[str, float]:
+        """All ranks, after a step with FP8 training: that the engine sampled with the weights that were trained."""
+        equal = None if self.policy.fp8 is None else self.policy.fp8.codes_equal()
+        if equal is None:
+            return {}
+        assert equal == 1.0, f"{1 - equal:.1%} of the FP8 weights are not those that were sent to the engine"
+        return {"sync/codes_equal": equal}
 
     def _advantages(self, batch: Batch, tally: Tally) -> Tensor:
         """f32[N] on the CPU; reinforce_pp normalises over all ranks."""
@@ -219,6 +240,7 @@ class Trainer:
         """One optimizer update on the micro-batches of all ranks; the gradient norm, or None if no token counted."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         total = torch.zeros_like(loss_sum)
+        config = self.algo.loss if self.calibrator is None else self.calibrator.loss_config
         for work in works:
             logp_R, entropy_R = self.policy(work.micro)
             if work.correction is None:
@@ -227,7 +249,7 @@ class Trainer:
             keep_R, rows = work.correction.keep_T, (work.micro.sequence, len(work.advantages_n))
             one = torch.ones_like(loss_sum)  # see the module docstring: divided by the real total in _apply
             loss, parts = policy_loss(
-                logp_R, work.old_R, work.advantages_n, keep_R, work.correction.weight_T, rows[0], one, self.algo.loss
+                logp_R, work.old_R, work.advantages_n, keep_R, work.correction.weight_T, rows[0], one, config
             )
             if self.reference is not None:
                 kl, kl_parts = kl_loss(
@@ -328,7 +350,9 @@ class Trainer:
             for policy in (self.policy, self.reference):
                 if policy is not None:
                     reshard(policy)  # gathered parameters go, and modules show their shards again
-            self.stores[part].offload(held(part, self.optimizer, self.reference))
+            codes = [p.fp8.tensors() for p in (self.policy, self.reference) if p is not None and p.fp8 is not None]
+            more = [tensor for tensors in codes for tensor in tensors] if part == "params" else []
+            self.stores[part].offload([*held(part, self.optimizer, self.reference), *more])
 
     def onload(self, part: Part) -> None:
         """Brings back, bit for bit, what `offload(part)` moved."""
@@ -351,10 +375,16 @@ class Trainer:
         return self.policy.weights()
 
     def shards(self) -> list[Shard]:
-        """The same weights as this rank's rows of them; nothing moves, and other ranks need not call."""
+        """The same weights as this rank's rows of them; no weight moves. All ranks where fp8.train is on."""
         return self.policy.shards()
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that hold one copy of the model together."""
         return self.policy.shard_mesh.get_group()
+
+
+def _piece(work: Work) -> Piece:
+    assert work.old_R is not None and work.correction is not None  # several updates: filled before the first
+    advantage_R = work.advantages_n[work.micro.sequence]
+    return Piece(work.micro, work.old_R, advantage_R, work.correction.keep_T, work.correction.weight_T)
