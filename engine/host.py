@@ -187,8 +187,8 @@ class EngineHost:
             raise EngineDied(f"the engine died {self.starts} times: engine.max_restarts = {self.config.max_restarts}")
         self.start()
 
-    def post(self, message: ToEngine | None) -> None:
-        """Sends a swap message without waiting. `reply` has the answer, or that the child is gone.
+    def post(self, message: ToEngine | Sleep | Wake | None) -> None:
+        """Sends a message of a swap or a memory phase without waiting. `reply` has the answer, or that the child is gone.
 
         None, for a rank that has a problem: the other ranks of the engine get `Failed` for what they send, and so does
         it.
@@ -201,19 +201,14 @@ class EngineHost:
     def reply(self, timeout: float) -> FromEngine:
         """The next answer to a posted message. A dead or stuck child is `Failed`: a swap can be retried whole."""
         try:
-            reply = self._receive(timeout, "taking weights")
+            reply = self._receive(timeout, "changing its weights or its memory")
         except EngineDied as error:
             return Failed(str(error))
         assert isinstance(reply, FromEngine), reply
         return reply
 
-    def request(self, message: ToEngine, timeout: float) -> FromEngine:
-        """One swap message and its answer, `timeout` seconds at most."""
-        self.post(message)
-        return self.reply(timeout)
-
     def sleep(self, tags: tuple[str, ...]) -> Done | Failed:
-        """The engine gives back the memory of `tags`, SGLang's names, and what is in it. Errors as in `request`."""
+        """The engine gives back the memory of `tags`, SGLang's names, and what is in it. Errors as in `reply`."""
         return self._ask(Sleep(tags))
 
     def wake(self, tags: tuple[str, ...]) -> Done | Failed:
@@ -221,11 +216,8 @@ class EngineHost:
         return self._ask(Wake(tags))
 
     def _ask(self, message: Sleep | Wake) -> Done | Failed:
-        try:
-            self._send(message)
-            reply = self._receive(self.config.stall_timeout_s, f"handling {type(message).__name__}")
-        except EngineDied as error:
-            return Failed(str(error))
+        self.post(message)
+        reply = self.reply(self.config.stall_timeout_s)
         assert isinstance(reply, Done | Failed), reply
         return reply
 

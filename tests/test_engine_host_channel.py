@@ -41,7 +41,8 @@ def test_several_messages_may_be_on_their_way(pair):
 def test_a_request_is_a_message_and_its_reply(pair):
     host, child = pair
     child.send(Recorded(["file"]))
-    assert host.request(Record([Entry("w", "float32", (1,))], True), 5.0) == Recorded(["file"])
+    host.post(Record([Entry("w", "float32", (1,))], True))
+    assert host.reply(5.0) == Recorded(["file"])
     assert child.receive()[0] == Record([Entry("w", "float32", (1,))], True)
 
 
@@ -57,8 +58,9 @@ def test_a_dead_child_is_a_failure_whether_found_by_post_or_by_reply(pair):
 
 def test_a_stuck_child_is_killed_and_a_failure(pair):
     host, _ = pair
-    reply = host.request(Begin(1, False), 0.1)
-    assert isinstance(reply, Failed) and "gave no sign for 0 s while taking weights" in reply.reason
+    host.post(Begin(1, False))
+    reply = host.reply(0.1)
+    assert isinstance(reply, Failed) and "gave no sign for 0 s while changing its weights" in reply.reason
     assert not host.alive
 
 

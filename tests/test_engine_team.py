@@ -22,6 +22,12 @@ RECORD = Record([Entry("w", "float32", (1,))], True)
 CONFIG = EngineConfig(tensor_parallel=2, start_timeout_s=60.0, stall_timeout_s=30.0, max_restarts=4)
 
 
+def ask(host, timeout):
+    """The answer to a message of a swap."""
+    host.post(Begin(3, False))
+    return host.reply(timeout)
+
+
 def model_dir(path):
     (path / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
     return path
@@ -208,10 +214,10 @@ def test_a_killed_and_a_stuck_child_are_found_by_both_and_started_again(pair):
     assert pair.swap(2) == [Done(verified=7)] * 2
 
     os.kill(leader.process.pid, signal.SIGSTOP)
-    assert "gave no sign for 0 s" in member.request(Begin(3, False), 0.2).reason
+    assert "gave no sign for 0 s" in ask(member, 0.2).reason
     assert not member.alive and leader.alive, "the leader has not asked yet"
     stuck = leader.process
-    assert "gave no sign" in leader.request(Begin(3, False), 0.2).reason and stuck.poll() == -signal.SIGKILL
+    assert "gave no sign" in ask(leader, 0.2).reason and stuck.poll() == -signal.SIGKILL
     pair.both(EngineHost.restart)
     assert leader.starts == member.starts == 3 and pair.swap(4) == [Done(verified=7)] * 2
 
@@ -220,7 +226,7 @@ def test_a_rank_that_leaves_ends_the_child(pair):
     leader, member = pair.hosts
     member.channel.close()  # as the kernel does when the rank dies
     assert leader.process.wait(30) == 0 and not leader.alive
-    assert "exit status 0" in leader.request(Begin(3, False), 5.0).reason
+    assert "exit status 0" in ask(leader, 5.0).reason
     pair.both(EngineHost.restart)
     member.close()  # as at the end of a run
     assert leader.process.wait(30) == 0
