@@ -59,16 +59,16 @@ def fingerprint(parameters: dict[str, Tensor]) -> str:
 def record(model: torch.nn.Module, entries: list[Entry], plan: bool) -> Recording:
     """Runs `model.load_weights` on phantoms of `entries`. `plan` False: every tensor is stock, nothing is run."""
     parameters = parameters_of(model)
-    names, layout = list(parameters), fingerprint(parameters)
+    layout = fingerprint(parameters)
     if not plan:
-        return Recording(b"", dict.fromkeys(range(len(entries)), "sync.method = stock"), names, layout)
+        return Recording(b"", dict.fromkeys(range(len(entries)), "sync.method = stock"), layout)
     recorder = _Recorder(model, parameters, entries)
     phantoms = recorder.phantoms()
     with recorder, threads_inline():
         model.load_weights(phantoms)  # type: ignore[operator]
     recorder.put_back()
     blocks = recorder.plan()
-    return Recording(blocks.tobytes(), dict(sorted(recorder.stock.items())), names, layout)
+    return Recording(blocks.tobytes(), dict(sorted(recorder.stock.items())), layout)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ such a block agree on its amax before the swap (`exchange_edges`, a few kilobyte
 those of the whole tensor. A block's scale is written by the rank that holds its first row.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def _shared_blocks(form: Form) -> list[tuple[int, int]]:
         return []
     found = set()
     for row in form.bounds[1:-1]:
-        piece = next(i for i in reversed(range(len(form.starts))) if form.starts[i] <= row)
+        piece = bisect_right(form.starts, row) - 1
         within = row - form.starts[piece]
         if row < form.bounds[-1] and within % form.block_rows:
             found.add((piece, within // form.block_rows))
@@ -118,7 +119,8 @@ def encode(wire: Wire, share: Share, form: Form, shard: Shard, rank: int, edges:
         return
     if not form.scales:
         if not bool(block_amax(local, "tensor").isfinite()):
-            raise ValueError(f"{_name(form, rows)} holds a NaN or Inf; it is not shipped to the engine")
+            name = form.codes[bisect_right(form.starts, rows[0]) - 1].name
+            raise ValueError(f"{name} holds a NaN or Inf; it is not shipped to the engine")
         codes.view(wire.dtype).view(local.shape).copy_(local)
         return
     codes_RK = codes.view(torch.float8_e4m3fn).view(local.shape)
@@ -145,7 +147,7 @@ def _quantize(x: Tensor, fp8: Fp8Config, name: str, amax: Tensor | None, codes: 
 
 def _segments(form: Form, shard: Shard, rows: tuple[int, int]) -> Iterator[_Segment]:
     start = rows[0]
-    piece = next(i for i in reversed(range(len(form.starts))) if form.starts[i] <= start)
+    piece = bisect_right(form.starts, start) - 1
     while start < rows[1]:
         first, n = form.starts[piece], shard.pieces[piece].rows
         last = first + n
@@ -172,7 +174,3 @@ def _segments(form: Form, shard: Shard, rows: tuple[int, int]) -> Iterator[_Segm
         start = stop
         if start == last:
             piece += 1
-
-
-def _name(form: Form, rows: tuple[int, int]) -> str:
-    return next(e.name for start, e in reversed([*zip(form.starts, form.codes)]) if start <= rows[0])

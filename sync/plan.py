@@ -1,7 +1,7 @@
 """The copy plan: which bytes of which tensor go where in an engine process.
 
 SGLang's `load_weights` decides where a tensor goes (fused qkv, `w13`, tensor-parallel slices, experts). It is a Python
-loop over every name, and its answer is always the same; so it is asked once, under a recorder (engine/hotswap.py), and
+loop over every name, and its answer is always the same; so it is asked once, under a recorder (engine/recorder.py), and
 every later swap copies the recorded blocks.
 
 A block is a rectangle of a tensor in its row form: [..., K] has prod(...) rows of K elements, a vector [N] has N rows
@@ -43,7 +43,6 @@ class Recording(msgspec.Struct, frozen=True):
 
     blocks: bytes  # of dtype BLOCK
     stock: dict[int, str]  # entries that are not plainly copied, and why
-    params: list[str]  # names, in the order of their numbers
     layout: str  # fingerprint of the parameters' shapes, strides and dtypes
 
 
