@@ -79,6 +79,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"algo.calibration.period = {self.algo.calibration.period} needs trainer.updates_per_rollout of at "
                 f"least 2, not {updates}: in the only update every ratio is 1"
             )
+        if self.algo.calibration.period and self.fp8.train == "off":
+            raise ValueError(
+                f"algo.calibration.period = {self.algo.calibration.period} undoes what FP8 training does to clipping, "
+                "and fp8.train is off"
+            )
         longest = self.task.max_prompt_tokens + self.rollout.max_tokens + SGLANG_SPARE
         if longest > self.engine.context_length:
             raise ValueError(

@@ -69,7 +69,11 @@ class LocalUpdater(Updater):
 
 
 class LocalEngine:
-    """What a Pusher drives. `damage(message)` may change or drop (None) a message; `sent` keeps them."""
+    """What a Pusher drives. `damage(message)` may change or drop (None) a message; `sent` keeps them.
+
+    It acts on a message only when its reply is waited for, the latest that a real engine may: bytes that are
+    overwritten too early are found.
+    """
 
     team = 1
 
@@ -79,17 +83,15 @@ class LocalEngine:
         self.receiver = Receiver(self.updater)
         self.unplanned = True
         self.damage = lambda message: message
-        self.sent, self.replies = [], []
+        self.sent, self.waiting = [], []
 
     def post(self, message):
         self.sent.append(message)
-        message = None if message is None else self.damage(message)
-        self.replies.append(
-            Failed("nothing was sent") if message is None else asyncio.run(self.receiver.handle(message))
-        )
+        self.waiting.append(None if message is None else self.damage(message))
 
     def reply(self, timeout):
-        return self.replies.pop(0)
+        message = self.waiting.pop(0)
+        return Failed("nothing was sent") if message is None else asyncio.run(self.receiver.handle(message))
 
 
 class Model(torch.nn.Module):

@@ -14,7 +14,6 @@ import subprocess
 import pytest
 import torch
 from sync_engine import FP8, LocalUpdater, Model, on_the_wire, shards
-from trainer_cases import process_group
 
 from engine.host import EngineConfig, EngineHost
 from engine.protocol import FromChild, Ready, Start, ToChild
@@ -37,10 +36,7 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    with process_group():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Forked:

@@ -28,12 +28,7 @@ GRANULARITIES: list[Granularity] = ["block", "group", "rowwise", "tensor"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def source_functions(package: str, path: str, names: list[str], **scope: Any) -> dict[str, Any]:

@@ -16,20 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sync_engine import FP8, PLAIN, Side, count, lose, on_the_wire
-from trainer_cases import process_group
 
 from sync.channel import Channel
 from sync.encode import Wire
 from sync.messages import Attach, Begin, Bucket, Commit, Done, Entry, Record
 from sync.push import SwapError
 from sync.quantize import Fp8Config
+from sync.shards import whole
 from sync.shm import SharedBytes, layout
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    with process_group():
-        yield
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("method", ["plan", "stock"])
@@ -54,6 +50,16 @@ def test_any_bucket_size(tmp_path_factory, half, seed, pow2):
     wire = Wire(Fp8Config(scales="pow2" if pow2 else "fp32"), 1, torch.float32)
     side = Side(tmp_path_factory.mktemp("swap"), wire=wire, half=half)
     assert side.swap(1, seed)["sync/buckets"] >= 2 and not side.differs(seed)
+
+
+def test_a_tensor_that_the_loader_leaves_out_is_sent_to_it_whole(tmp_path):
+    def more(shards):
+        return [*shards, whole("unused.weight", torch.randn(5, 7))]
+
+    side = Side(tmp_path)
+    stats = side.swap(1, change=more)
+    assert side.pusher.stock["unused.weight"] == "SGLang's loader did not read all of it"
+    assert stats["sync/stock_tensors"] == 2 and not side.differs()
 
 
 def test_a_tensor_larger_than_a_bucket_names_the_remedy(tmp_path):

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 import torch
-from trainer_cases import new_trainer, process_group, random_batch, write_model
+from trainer_cases import new_trainer, random_batch, write_model
 
 from config import Config
 from settings import ConfigError, load
@@ -15,12 +15,6 @@ from trainer.algo import AlgoConfig
 from trainer.algo.clipping import CalibrationConfig
 from trainer.algo.loss import LossConfig
 from trainer.checkpoint import CheckpointConfig, Checkpointer
-
-
-@pytest.fixture(scope="module")
-def group():
-    with process_group():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +178,10 @@ def test_a_checkpoint_without_bounds_leaves_the_initial_ones(model, tmp_path):
 def test_one_update_per_rollout_is_a_config_error(tmp_path):
     recipe = tmp_path / "x.yaml"
     recipe.write_text("name: x\nsteps: 1\nmodel: {preset: tiny-qwen3}\ntask: {name: arithmetic}\n")
-    load(Config, recipe, ["algo.calibration.period=20", "trainer.updates_per_rollout=2"])
+    two = ["algo.calibration.period=20", "trainer.updates_per_rollout=2"]
+    load(Config, recipe, [*two, "fp8.train=reference"])
+    with pytest.raises(ConfigError, match=r"fp8\.train is off"):
+        load(Config, recipe, two)
     with pytest.raises(
         ConfigError, match=r"algo\.calibration\.period = 20 needs trainer\.updates_per_rollout of at least 2"
     ):

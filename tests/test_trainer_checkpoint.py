@@ -19,12 +19,6 @@ from trainer.model import reshard
 
 
 @pytest.fixture(scope="module")
-def group():
-    with process_group():
-        yield
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory, group):
     return trainer_cases.preset("tiny-qwen3-moe", tmp_path_factory.mktemp("models"))
 

@@ -31,12 +31,6 @@ LAYERS = {"tiny-qwen3": 4, "tiny-qwen3-moe": 4, "llama-tied": 2}
 
 
 @pytest.fixture(scope="module")
-def group():
-    with process_group():
-        yield
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory, group):
     root = tmp_path_factory.mktemp("models")
     return {kind: write_model(kind, root) for kind in ["tiny-qwen3", *KINDS]}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from trainer_cases import plain_logprobs, process_group, random_batch, write_model
+from trainer_cases import plain_logprobs, random_batch, write_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,12 +21,6 @@ from trainer.pack import micro_batches
 
 KINDS = ["tiny-qwen3", "tiny-qwen3-moe", "llama-tied", "mistral-window"]
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def group():
-    with process_group():
-        yield
 
 
 @pytest.fixture(scope="module")

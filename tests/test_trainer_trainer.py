@@ -36,12 +36,6 @@ TEMPERATURE = 0.8
 
 
 @pytest.fixture(scope="module")
-def group():
-    with process_group():
-        yield
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory, group):
     root = tmp_path_factory.mktemp("models")
     return {kind: write_model(kind, root) for kind in ["tiny-qwen3", *KINDS]}
