@@ -19,16 +19,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 from plotly.offline import get_plotlyjs
 
 from records.charts import Row, column, draw, finite
+from records.guard import GuardConfig
 from records.lines import count_lines, read_lines, records_error
 from records.metrics import METRICS
 
 MAX_SAMPLES = 2000  # rows in the page's table
 MAX_SAMPLE_CHARS = 4_000_000  # over all samples: keeps the page below about 8 MB
-ROUTINE = ("sft", "started", "resumed")  # kinds of events that are no reason to worry
+ROUTINE = ("sft", "started", "resumed", "swap")  # kinds of events that are no reason to worry
 
 
 def write_report(run_dir: Path) -> Path:
@@ -75,7 +77,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
         "name": str(config.get("name") or run_dir.resolve().name),
         "facts": _facts(config, rows),
         "cards": _cards(rows),
-        "health": _health(rows, events),
+        "health": _health(rows, events, msgspec.convert(config.get("guard", {}), GuardConfig)),
         "charts": draw(rows),
         "table": _table(rows),
         "config": config_text,
@@ -156,8 +158,8 @@ def _cards(rows: Sequence[Row]) -> list[dict[str, str]]:
     return cards
 
 
-def _health(rows: Sequence[Row], events: Sequence[Row]) -> list[dict[str, str]]:
-    """What a reader should know before trusting the curves; limits of ALGORITHMS §5."""
+def _health(rows: Sequence[Row], events: Sequence[Row], guard: GuardConfig) -> list[dict[str, str]]:
+    """What a reader should know before trusting the curves; the limits are the run's own."""
     found = []
 
     def look(level: str, text: str, steps: list[int]) -> None:
@@ -171,8 +173,9 @@ def _health(rows: Sequence[Row], events: Sequence[Row]) -> list[dict[str, str]]:
     broken = {name for row in rows for name, value in row.items() if value is None}
     for name in sorted(broken):
         look("bad", f"{name} was not finite", [row["step"] for row in rows if name in row and row[name] is None])
-    look("bad", "KL between engine and trainer above 1", above("trainer/mismatch_k1", 1.0))
-    look("warn", "probability error above 1.05", above("trainer/mismatch_prob_error", 1.05))
+    k1, error = guard.mismatch_k1.above, guard.mismatch_prob_error.above
+    look("bad", f"KL between engine and trainer above {k1:g}", above("trainer/mismatch_k1", k1))
+    look("warn", f"probability error above {error:g}", above("trainer/mismatch_prob_error", error))
     look("warn", "rewards failed", above("engine/reward_failed_frac", 0.0))
     look("warn", "rewards timed out", above("engine/reward_timeout_frac", 0.0))
     look("warn", "responses aborted", above("engine/finish_abort_frac", 0.0))

@@ -171,12 +171,23 @@ def test_the_last_evaluation_is_no_step(tmp_path: Path) -> None:
 
 def test_routine_events_are_no_warning(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "demo", steps=3)
-    events = [{"time": 0, "step": 0, "kind": kind, "text": "x"} for kind in ("sft", "resumed", "engine", "engine")]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:2]))
+    events = [
+        {"time": 0, "step": 0, "kind": kind, "text": "x"} for kind in ("sft", "resumed", "swap", "engine", "engine")
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:3]))
     assert [item["level"] for item in collect(run)["health"]] == ["good"]
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert collect(run)["health"] == [{"level": "warn", "text": "Events: engine ×2"}]
-    assert len(collect(run)["events"]) == 4
+    assert len(collect(run)["events"]) == 5
+
+
+def test_health_is_judged_by_the_limits_of_the_run(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "demo", steps=3)
+    with (run / "config.yaml").open("a") as config:
+        config.write("guard: {mismatch_k1: {above: 1.0e-9, action: warn}}\n")
+    assert [item["text"] for item in collect(run)["health"]] == [
+        "KL between engine and trainer above 1e-09 (3 steps, first 0, last 2)"
+    ]
 
 
 def test_not_finite_is_reported(tmp_path: Path) -> None:
