@@ -188,7 +188,7 @@ class EngineHost:
         self.start()
 
     def post(self, message: ToEngine | Sleep | Wake | None) -> None:
-        """Sends a message of a swap or a memory phase without waiting. `reply` has the answer, or that the child is gone.
+        """Sends a message of a swap or a memory phase. `reply` waits for the answer, or finds that the child is gone.
 
         None, for a rank that has a problem: the other ranks of the engine get `Failed` for what they send, and so does
         it.
