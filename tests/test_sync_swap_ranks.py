@@ -87,10 +87,11 @@ def one_rank_fails(rank, groups, directory):
         return texts
     side = Side(directory, groups[2], agree=agree)
     side.swap(1)
-    if rank == 1:
-        side.engine.updater.fail_on = "bucket"
-    stats = side.swap(2, seed=3)
-    assert stats["sync/retries"] == 1 and not side.differs(3) and side.engine.receiver.version == 2
+    for step in ("bucket", "finish"):  # before and after the ranks have agreed to commit
+        if rank == 1:
+            side.engine.updater.fail_on = step
+        stats = side.swap(2, seed=3)
+        assert stats["sync/retries"] == 1 and not side.differs(3) and side.engine.receiver.version == 2
     if rank == 1:
         side.engine.damage = lose(Bucket)(side)
     try:
