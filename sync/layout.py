@@ -306,12 +306,14 @@ def _parts(form: Form, half: int) -> int:
 
 
 def _cut_rows(form: Form, parts: int) -> Ints:
-    """Rows [ranks, parts + 1] at which the ranks' parts begin and end: inside a rank never within a block."""
+    """Rows [ranks, parts + 1] at which the ranks' parts begin and end; inside a rank at the nearest block's border."""
     low, high = np.array(form.bounds[:-1])[:, None], np.array(form.bounds[1:])[:, None]
     rows = low + (high - low) * np.arange(parts + 1) // parts
-    starts = np.array(form.starts)
-    piece = starts[np.searchsorted(starts, rows, "right") - 1]
-    aligned = np.maximum(piece + (rows - piece) // form.block_rows * form.block_rows, low)
+    starts = np.array([*form.starts, form.bounds[-1]])
+    piece = np.minimum(np.searchsorted(starts, rows, "right"), len(form.starts)) - 1
+    before = starts[piece] + (rows - starts[piece]) // form.block_rows * form.block_rows
+    after = np.minimum(before + form.block_rows, starts[piece + 1])
+    aligned = np.clip(np.where(rows - before < after - rows, before, after), low, high)
     aligned[:, 0], aligned[:, -1] = low[:, 0], high[:, 0]
     return aligned
 

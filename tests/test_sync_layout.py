@@ -24,7 +24,7 @@ def form(name, shapes, ranks, scaled=True, cut=None):
         Entry(f"{name}.{i}_scale_inv", "float32", (-(-s[0] // 128), -(-s[1] // 128))) for i, s in enumerate(shapes)
     )
     starts = tuple(int(x) for x in np.cumsum(rows) - rows)
-    return Form(starts, bounds, codes, scales if scaled else (), 128)
+    return Form(starts, bounds, codes, scales if scaled else (), 128 if scaled else 1)
 
 
 def contents(entries, seed=0):
@@ -207,7 +207,14 @@ def test_a_large_tensor_spreads_over_buckets_and_a_too_small_bucket_is_refused()
     plan = plan_for(entries_of([weights]), 0, 1, 3)
     assert len(check([weights], [plan, plan], 100_000)[0].buckets) > 3
     with pytest.raises(ValueError, match=r"sync\.bucket_mb.*w\.0"):
-        build([weights], [plan, plan], 20_000, 0)
+        build([weights], [plan, plan], 300, 0)
+
+
+def test_a_part_is_no_larger_than_blocks_and_buckets_ask_for():
+    """175 rows of each rank go as 128 and 47: a bucket that holds four blocks of 128 rows is large enough."""
+    weights = form("w", [(175, 200)] * 4, 4)
+    plan = plan_for(entries_of([weights]), 0, 1, 3)
+    check([weights], [plan] * 4, 4 * 128 * 200 + 4 * 2 * 4 + 200)
 
 
 def test_a_rank_may_hold_nothing():
