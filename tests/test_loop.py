@@ -124,7 +124,8 @@ def test_a_gradient_that_is_not_finite_leaves_a_checkpoint_of_what_was_before(mo
 
 
 def test_a_skipped_calibration_is_an_event(model, tmp_path):
-    overrides = ["algo.calibration.period=2", "trainer.updates_per_rollout=2", "guard.mismatch_k1.action=off"]
+    overrides = ["algo.calibration.period=2", "trainer.updates_per_rollout=2", "fp8.train=reference"]
+    overrides += ["guard.mismatch_k1.action=off"]
     config = load(Config, _recipe(tmp_path), overrides)
     trainer = new_trainer(model, config.algo, updates_per_rollout=2)
     run = WithoutEngine(tmp_path / "run", trainer, *QUIET, *overrides)
