@@ -16,6 +16,7 @@ from sync.quantize import Fp8Config
 from trainer.algo import AlgoConfig
 from trainer.checkpoint import CheckpointConfig
 from trainer.model import ModelConfig
+from trainer.probe import ProbeConfig
 from trainer.trainer import SftConfig, TrainerConfig
 
 SGLANG_SPARE = 2  # tokens of the context that SGLang does not fill
@@ -64,6 +65,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sync: Annotated[SyncConfig, doc("How weights reach the engine.")] = SyncConfig()
     checkpoint: Annotated[CheckpointConfig, doc("What is saved, and when.")] = CheckpointConfig()
     records: Annotated[RecordsConfig, doc("What a run writes beside its metrics.")] = RecordsConfig()
+    probe: Annotated[ProbeConfig, doc("Measuring where the mismatch between trainer and engine comes from.")] = (
+        ProbeConfig()
+    )
     guard: Annotated[GuardConfig, doc("When to warn of a run, and when to stop it.")] = GuardConfig()
     cluster: Annotated[ClusterConfig, doc("Where the ranks run.")] = ClusterConfig()
 

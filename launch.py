@@ -64,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a field of the recipe")
     result.add_argument("--run-dir", type=Path, help="where results go (default: a new runs/NAME)")
     result.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
+    result.add_argument(
+        "--probe",
+        action="store_true",
+        help="measure where the trainer/rollout mismatch comes from, on one batch at the start or, with --resume, at "
+        "the last checkpoint; nothing is trained",
+    )
     result.add_argument("--list", action="store_true", help="list the recipes")
     result.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     result.add_argument("-h", "--help", action="store_true", help="show this and every config field")
@@ -153,7 +159,7 @@ def _rank(config, options: argparse.Namespace) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     _end_in_order()
     try:
-        run(config, run_dir, options.resume, ranks, console)
+        run(config, run_dir, ranks, console, resume=options.resume, probe=options.probe)
     except USER_ERRORS as error:
         print(f"error: {describe(error)}", file=sys.stderr, flush=True)
     except Exception:  # a bug: the traceback is the message

@@ -4,6 +4,7 @@ Every rank runs this. What one rank alone may decide (its engine died, its swap 
 anything follows from it, so that collectives stay in step.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from engine.tasks.prompts import Prompts
 from engine.tasks.tokenizer import load_tokenizer
 from engine.team import Seat
 from ranks import Ranks
+from records import attribution
 from records import log as records
 from records.console import RunConsole
 from records.guard import Guard
@@ -36,6 +38,7 @@ from sync.push import Pusher, SwapError
 from sync.quantize import audit_layers
 from trainer.checkpoint import Checkpointer, export_hf
 from trainer.model import materialize
+from trainer.probe import attribute
 from trainer.trainer import Trainer
 
 _SFT_CURSOR = 500_000  # data position of the demonstrations: not those of the rollouts, which count from 0
@@ -59,11 +62,15 @@ class Position(msgspec.Struct):
     version: int = 0  # weights the engine serves
 
 
-def run(config: Config, run_dir: Path, resume: bool, ranks: Ranks, console: RunConsole) -> None:
-    """One whole run on this rank. Raises what `launch.main` turns into one line and a non-zero exit."""
+def run(config: Config, run_dir: Path, ranks: Ranks, console: RunConsole, *, resume: bool, probe: bool = False) -> None:
+    """One whole run on this rank, or with `probe` one probe of where it stands. Raises what `launch.main` turns into
+    one line and a non-zero exit."""
     with ExitStack() as stack:
         loop = Loop(config, run_dir, ranks, console, stack)
-        loop.prepare(resume)
+        loop.prepare(resume, adds=probe)
+        if probe:
+            loop.probe(loop.at.step, loop.rollout())
+            return loop.note_report()
         for step in range(loop.at.step, config.steps):
             loop.step(step)
         loop.finish()
@@ -155,8 +162,9 @@ class Loop:
 
     # ---------------------------------------------------------------- before the first step
 
-    def prepare(self, resume: bool) -> None:
-        """Restores a checkpoint or runs the warm start, then gives the engine its first weights."""
+    def prepare(self, resume: bool, adds: bool = False) -> None:
+        """Restores a checkpoint or runs the warm start, then gives the engine its first weights. `adds`: no step will
+        be made, so a resumed run's records are all kept."""
         warnings: list[str] = []
         saved = self.checkpoints.restore(self.trainer, warnings.append) if resume else None
         if saved is not None:
@@ -168,7 +176,7 @@ class Loop:
                 self.run_dir,
                 self.config.records,
                 msgspec.to_builtins(self.config),
-                resume_step=None if saved is None else self.at.step,
+                resume_step=None if saved is None else math.inf if adds else self.at.step,
                 active=self.ranks.first,
             )
         )
@@ -223,8 +231,11 @@ class Loop:
         began, self.times = time.perf_counter(), {}
         metrics = self._evaluate(step) if self._due(self.config.eval.every, step) else {}
         with self._timed("time/rollout_s"):
-            rollout = self._rollout()
+            rollout = self.rollout()
         metrics |= self._combined(rollout.stats)
+        if self._due(self.config.probe.every, step):
+            with self._timed("time/probe_s"):
+                metrics |= self.probe(step, rollout)
         with self._timed("time/train_s"):
             metrics |= self._train(rollout)
         self.at.step = step + 1
@@ -250,7 +261,17 @@ class Loop:
             self._keep()
             raise GuardStop(f"step {step}: {verdict.stop}; a checkpoint is saved, --resume goes on from it")
 
-    def _rollout(self) -> Rollout:
+    def probe(self, step: int, rollout: Rollout) -> dict[str, float]:
+        """Where the mismatch of this rollout, sampled with the weights that the trainer has, comes from."""
+        config = self.config
+        with self.phases.train(), self.console.progress("probe", 1):
+            found = attribute(self.trainer, rollout.batch, config.probe, config.seed)
+        record = {"step": step, **msgspec.to_builtins(found)}
+        self.console.table(attribution.title(record), attribution.HEADS, attribution.table(record))
+        self.log.write_probe(step, record)
+        return found.metrics()
+
+    def rollout(self) -> Rollout:
         """This rank's samples."""
         size = self.config.rollout
 
@@ -376,6 +397,9 @@ class Loop:
             with self.phases.train(), self.console.progress("exporting", 1):
                 export_hf(self.trainer, self.run_dir / "export")
         self.checkpoints.close()
+        self.note_report()
+
+    def note_report(self) -> None:
         self.console.note(f"report: {self.run_dir / 'report.html'}")
 
     def _combined(self, stats: Stats) -> dict[str, float]:

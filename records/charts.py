@@ -32,7 +32,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 TIME_PARTS = {
     "time/rollout_s": "rollout", "time/reward_s": "reward", "time/train_s": "train", "time/sync_s": "sync",
-    "time/eval_s": "evaluation", "time/checkpoint_s": "checkpoint",
+    "time/eval_s": "evaluation", "time/probe_s": "probe", "time/checkpoint_s": "checkpoint",
 }  # fmt: skip
 
 CHARTS = (
@@ -49,6 +49,15 @@ CHARTS = (
     Chart(
         title="Mismatch: probability error", lines={"trainer/mismatch_prob_error": "E[exp|log ρ|]"},
         band=(1.0, 1.03, "healthy"), limit=(1.05, "too far above 1.05"),
+    ),
+    Chart(
+        title="Mismatch: sources", unit="nats",
+        lines={
+            "trainer/probe_kl": "as trained", "trainer/probe_remainder": "all matched",
+            "trainer/probe_weights": "+ weights", "trainer/probe_activations": "+ activations",
+            "trainer/probe_scales": "+ scales",
+        },
+        note="What the KL gains by each source alone, where the others are matched to the engine.",
     ),
     Chart(
         title="Mismatch: outliers",

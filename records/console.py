@@ -6,7 +6,7 @@ metrics stand on the step line, and under which label, is decided in records/met
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -67,6 +67,24 @@ class RunConsole:
             self._rich.print(f"[yellow]{escape(text)}[/]" if warn else escape(text), soft_wrap=True)
         else:
             self._plain(text)
+
+    def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A small table, its second column numbers."""
+        if not self.active:
+            return
+        if not self.is_terminal:
+            widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+            self._plain(title)
+            for row in (heads, *rows):
+                cells = (text.rjust(w) if i == 1 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths)))
+                self._plain("  " + "  ".join(cells).rstrip())
+            return
+        table = Table(title=escape(title), title_justify="left", title_style="bold")
+        for i, head in enumerate(heads):
+            table.add_column(escape(head), justify="right" if i == 1 else "left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        self._rich.print(table)
 
     @contextmanager
     def progress(self, title: str, total: float) -> Iterator[Callable[[float], None]]:

@@ -3,6 +3,7 @@
     config.yaml     the resolved config, secrets redacted
     metrics.jsonl   one object per step: {"step": 3, "time": 1764424805.2, "engine/reward_mean": 0.61, …}
     samples.jsonl   one object per sample: step, prompt, completion, reward, …
+    probes.jsonl    one object per probe of the mismatch, see records/attribution.py
     events.jsonl    what happened between steps: {"time", "step", "kind": "engine restarted", "text"}
     tb/             TensorBoard
     report.html     one offline page, written by records/report.py from the files above
@@ -13,6 +14,7 @@ nothing, so the loop has no branch.
 
 import importlib
 import importlib.util
+import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -61,8 +63,9 @@ class RunLog:
     """Writes the records of one run; a context manager that writes the report when it ends, also after an error.
 
     `resolved` is the whole config as plain data. `resume_step` None starts a new run and raises ValueError where the
-    directory already holds one; a number continues it, dropping metrics and samples of that step and later, so that
-    no step counts twice. Raises OSError with the path for an unwritable directory or a full disk.
+    directory already holds one; a number continues it, dropping what was recorded of that step and later, so that no
+    step counts twice; infinity adds to it and drops nothing. Raises OSError with the path for an unwritable directory
+    or a full disk.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class RunLog:
         config: RecordsConfig,
         resolved: Mapping[str, Any],
         *,
-        resume_step: int | None = None,
+        resume_step: float | None = None,
         active: bool = True,
     ):
         self.run_dir = run_dir
@@ -92,21 +95,24 @@ class RunLog:
         except OSError as error:
             raise records_error(path, error) from error
         self._open(resume_step or 0, plain)
-        if resume_step is not None:
+        if resume_step is not None and resume_step < math.inf:
             self.event("resumed", f"at step {resume_step}; {self._metrics.dropped} later steps were dropped")
 
-    def _open(self, start: int, plain: dict[str, Any]) -> None:
+    def _open(self, start: float, plain: dict[str, Any]) -> None:
         def before(record: dict[str, Any]) -> bool:
             return record["step"] < start
 
         self._metrics = LineFile(self.run_dir / "metrics.jsonl", before)
         self._samples = LineFile(self.run_dir / "samples.jsonl", before)
+        self._probes = LineFile(self.run_dir / "probes.jsonl", before)
         self._events = LineFile(self.run_dir / "events.jsonl", lambda record: True)
         if self.config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is asked for
 
             try:
-                self._tensorboard = SummaryWriter(str(self.run_dir / "tb"), purge_step=start)
+                self._tensorboard = SummaryWriter(
+                    str(self.run_dir / "tb"), purge_step=int(start) if start < math.inf else None
+                )
             except OSError as error:
                 raise records_error(self.run_dir / "tb", error) from error
         if self.config.wandb:
@@ -146,6 +152,11 @@ class RunLog:
                 record[name] = record[name].encode("utf-8", "replace").decode()
             self._samples.append(record)
 
+    def write_probe(self, step: int, probe: Mapping[str, Any]) -> None:
+        """Records what a probe found, plain data as in records/attribution.py."""
+        if self.active:
+            self._probes.append({**probe, "step": step, "time": time.time()})
+
     def event(self, kind: str, text: str) -> None:
         """Records something that happened between steps: an engine restart, a swap sent again."""
         if self.active:
@@ -156,7 +167,7 @@ class RunLog:
         if not self.active:
             return
         self.active = False
-        for file in (self._metrics, self._samples, self._events):
+        for file in (self._metrics, self._samples, self._probes, self._events):
             file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

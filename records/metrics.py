@@ -60,6 +60,13 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "trainer/mismatch_rho_mean": ("", "Mean rho = pi_old / pi_roll of the sampled tokens; 1 without mismatch."),
         "trainer/mismatch_ess": ("frac", "Effective sample size of the uncorrected rho, 1 / E[(rho / mean rho)^2]."),
     },
+    "Attribution": {
+        "trainer/probe_kl": ("nats", "KL(rollout || trainer as it trains), k3, of the probed batch."),
+        "trainer/probe_remainder": ("nats", "The same with every source matched to the engine."),
+        "trainer/probe_weights": ("nats", "What the KL gains where weights alone are not FP8."),
+        "trainer/probe_activations": ("nats", "What it gains where activations alone are not FP8."),
+        "trainer/probe_scales": ("nats", "What it gains where the scales alone have the other format."),
+    },
     "Correction": {
         "trainer/correction_truncated_frac": ("frac", "Sampled tokens whose weight was truncated."),
         "trainer/correction_masked_frac": ("frac", "Sampled tokens masked out by the correction."),
@@ -127,6 +134,7 @@ _TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "time/train_s": ("s", "Training: log-probs, loss, optimizer."),
         "time/sync_s": ("s", "Sync phase: the swap and the memory moves around it."),
         "time/eval_s": ("s", "Held-out evaluation."),
+        "time/probe_s": ("s", "Probe of the mismatch's sources."),
         "time/checkpoint_s": ("s", "Checkpoint, as far as the loop waits for it."),
         "time/step_s": ("s", "Whole step, all of the above and what lies between.", "took"),
     },

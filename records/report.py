@@ -23,6 +23,7 @@ import msgspec
 import yaml
 from plotly.offline import get_plotlyjs
 
+from records.attribution import attribution_section
 from records.charts import Row, column, draw, finite
 from records.guard import GuardConfig
 from records.lines import count_lines, read_lines, records_error
@@ -79,6 +80,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
         "cards": _cards(rows),
         "health": _health(rows, events, msgspec.convert(config.get("guard", {}), GuardConfig)),
         "charts": draw(rows),
+        "attribution": attribution_section(list(read_lines(run_dir / "probes.jsonl"))),
         "table": _table(rows),
         "config": config_text,
         "events": events,

@@ -178,7 +178,7 @@ def interrupted(tmp_path_factory):
     """A run of three steps whose engine is killed after the first; (directory, console output)."""
     run_dir = tmp_path_factory.mktemp("launch") / "run"
     saves = ["checkpoint.every=1", "checkpoint.keep_last=2"]
-    process = start(run_dir, "--config", "demo", "steps=3", "eval.every=2", *saves, *SMALL)
+    process = start(run_dir, "--config", "demo", "steps=3", "eval.every=2", "probe.every=2", *saves, *SMALL)
     output = finish_without(process, "step 0/3", last_engine)
     assert process.returncode == 0, output
     return run_dir, output
@@ -200,6 +200,13 @@ def test_a_run_survives_its_engine_and_leaves_everything_behind(interrupted):
         "engine/eval_accuracy" in steps[0] and "engine/eval_accuracy" in steps[2] and "engine/eval_accuracy" in steps[3]
     )
     assert steps[0]["engine/restarts"] == 0 and steps[2]["engine/restarts"] == 1
+    probes = lines(run_dir / "probes.jsonl")
+    assert [probe["step"] for probe in probes] == [0, 2] and "activations not in FP8" in output
+    for record, probe in zip(steps[0:3:2], probes):
+        # the engine computes in FP8 and the trainer does not: with that matched, rounding is all that is left
+        assert record["trainer/probe_remainder"] < 0.01 * record["trainer/probe_kl"]
+        assert record["trainer/probe_kl"] == pytest.approx(record["trainer/mismatch_k3"], rel=1e-3)
+        assert [source["open"] for source in probe["sources"]] == [True, True, False]
     samples = lines(run_dir / "samples.jsonl")
     assert {s["version"] for s in samples} == {0, 1, 2} and all(s["version"] == s["step"] for s in samples)
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["rollout"]["group_size"] == 4
@@ -243,6 +250,19 @@ def test_resume_goes_on_where_the_run_stopped(interrupted):
     expected = {tokenizer.decode(prompt.ids) for prompt in prompts.draw(3 * 8, 8)}
     drawn = {s["prompt"] for s in lines(run_dir / "samples.jsonl") if s["step"] == 3}
     assert drawn == expected, "the resumed run must draw what the uninterrupted one would have drawn"
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_probe_of_a_checkpoint_adds_to_the_records(interrupted):
+    run_dir, _ = interrupted
+    before = metrics_of(run_dir)
+    process = start(run_dir, "--config", "demo", "--resume", "--probe", *SMALL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "all matched" in output and "report:" in output
+    assert metrics_of(run_dir) == before and len(lines(run_dir / "probes.jsonl")) == 3
+    assert "all matched" in (run_dir / "report.html").read_text()
 
 
 USER_TASK = '''

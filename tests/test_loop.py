@@ -52,7 +52,7 @@ class WithoutEngine(Loop):
         self.phases = SimpleNamespace(train=contextlib.nullcontext)
         self.batch = random_batch(groups=4)
 
-    def _rollout(self):
+    def rollout(self):
         self.at.cursor += 32
         return Rollout(self.batch, STATS, [], 1, None)
 

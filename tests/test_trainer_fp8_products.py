@@ -7,6 +7,7 @@ sync/quantize.py or trainer/fp8.
 import math
 import types
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from trainer.fp8 import backend_name, make_backend
 from trainer.fp8.linear import Arithmetic, experts_forward
 from trainer.fp8.reference import Reference, aligned_rows
 
+FP8 = Fp8Config(train="reference")
 FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}  # mantissa bits, bias, largest number
 CPU = "cpu"
 
@@ -134,7 +136,7 @@ def test_autograd_takes_the_three_products(gradients):
     x, dy = matrix(40, 256, seed=1).requires_grad_(), matrix(40, 128, seed=2)
     bias = torch.randn(128).requires_grad_()
     weight, w = leaf(matrix(128, 256, seed=3))
-    y = Arithmetic(backend).product(x, weight, bias, None)
+    y = Arithmetic(backend, FP8).product(x, weight, bias, None)
     y.backward(dy)
     assert close(y.detach(), rounded(x.detach(), 128) @ w.T + bias.detach().double().numpy())
     assert close(x.grad, rounded(dy, 128, gradients) @ w)
@@ -148,7 +150,7 @@ def experts(seed: int = 0):
     module._apply_gate = lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
     module.gate_up_proj, up = leaf(matrix(4, 512, 128, seed=seed) / 8)
     module.down_proj, down = leaf(matrix(4, 128, 256, seed=seed + 1) / 8)
-    module.arithmetic = Arithmetic(Reference(Fp8Config(train="reference")))
+    module.arithmetic = Arithmetic(Reference(FP8), FP8)
     return module, torch.from_numpy(up).float(), torch.from_numpy(down).float()
 
 
@@ -197,7 +199,7 @@ def test_a_product_is_3_7_percent_off_and_two_scale_formats_are_further_apart():
 
 
 def test_mixed_operands_of_high_precision():
-    arithmetic = Arithmetic(Reference(Fp8Config(train="reference")))
+    arithmetic = Arithmetic(Reference(FP8), FP8)
     x, master = matrix(9, 256, seed=1), matrix(128, 256, seed=3)
     weight, w = fp8_weight(master)
     weight.stored = types.SimpleNamespace(master=lambda dtype: master.to(dtype))
@@ -210,6 +212,21 @@ def test_mixed_operands_of_high_precision():
     with pytest.raises(AssertionError, match="no_grad"), arithmetic.high_precision(True, True):
         arithmetic.product(x, weight, None, None)
     assert arithmetic.fp8_weights and arithmetic.fp8_activations
+
+
+@pytest.mark.parametrize(("own", "other"), [("fp32", "pow2"), ("pow2", "fp32")])
+def test_other_scales_are_those_of_a_backend_of_the_other_format(own, other):
+    fp8 = Fp8Config(train="reference", scales=own)
+    arithmetic = Arithmetic(Reference(fp8), fp8)
+    x, master = matrix(9, 256, seed=1), matrix(256, 256, seed=3)
+    weight, _ = fp8_weight(master, own)
+    weight.stored = types.SimpleNamespace(master=lambda dtype: master.to(dtype))
+    foreign, _ = fp8_weight(master, other)
+    expected = Reference(msgspec.structs.replace(fp8, scales=other)).forward(x, foreign)
+    with torch.no_grad():
+        with arithmetic.other_scales():
+            assert torch.equal(arithmetic.product(x, weight, None, None), expected)
+        assert not torch.equal(arithmetic.product(x, weight, None, None), expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

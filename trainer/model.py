@@ -184,6 +184,12 @@ class Policy(nn.Module):
         FP8 layers take their FP8 values. A collective per layer for weights. Without fp8.train: nothing changes."""
         return nullcontext() if self.arithmetic is None else self.arithmetic.high_precision(weights, activations)
 
+    def other_scales(self) -> AbstractContextManager[None]:
+        """Forwards inside (under no_grad) quantize with the scale format that the config does not name. A collective
+        per layer. Needs fp8.train."""
+        assert self.arithmetic is not None
+        return self.arithmetic.other_scales()
+
     @property
     def fp8_names(self) -> list[str]:
         """Checkpoint names of the weights that the forward multiplies with in FP8."""
@@ -203,7 +209,7 @@ class Policy(nn.Module):
                 raise ValueError(f"fp8: {verdicts[True]} is quantized and {verdicts[False]} is not, but {name} is both")
             if True in verdicts:
                 chosen[name] = pieces
-        self.arithmetic = swap(self.hf, chosen, backend)
+        self.arithmetic = swap(self.hf, chosen, backend, fp8)
         self._chosen = chosen
 
     def hold_fp8(self, fp8: Fp8Config, n_layers: int, dtype: torch.dtype) -> None:
@@ -273,8 +279,10 @@ def build_model(
     logits_mib: int,
     activation_checkpointing: bool,
     fp8: Fp8Config | None = None,
+    like: Policy | None = None,
 ) -> Policy:
-    """The model of a Hugging Face directory, sharded over `mesh` (1-D: FSDP; 2-D: replicate x shard).
+    """The model of a Hugging Face directory, sharded over `mesh` (1-D: FSDP; 2-D: replicate x shard). With `like` the
+    weights are those of that policy of the same model and mesh.
 
     A collective. Rank 0 reads the checkpoint into host memory in its stored dtype (61 GB for a 30B model in bf16) and
     scatters it parameter by parameter; no other rank and no device ever holds more than its shard and one parameter.
@@ -302,7 +310,10 @@ def build_model(
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     policy.to_empty(device=mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device())
     hf.tie_weights()  # to_empty gave tied parameters separate storage
-    _load(hf, directory)
+    if like is None:
+        _load(hf, directory)
+    else:
+        copy_weights(like, policy)
     if fp8 is not None:
         policy.hold_fp8(fp8, n_layers, dtype)
     return policy
@@ -338,6 +349,20 @@ def _load(hf: PreTrainedModel, directory: Path) -> None:
         if source is not None:
             buffer.copy_(source.get_buffer(name))
         dist.broadcast(buffer, src=0)
+
+
+@torch.no_grad()
+def copy_weights(source: Policy, target: Policy) -> None:
+    """Gives `target` this rank's masters and buffers of `source`, a policy of the same model and mesh."""
+    for policy in (source, target):
+        reshard(policy)  # parameters that are gathered are not the masters
+    theirs, buffers = dict(source.hf.named_parameters()), dict(source.hf.named_buffers())
+    for name, mine in target.hf.named_parameters():
+        other = theirs[name]
+        assert isinstance(mine, DTensor) and isinstance(other, DTensor), name
+        mine.to_local().copy_(other.to_local())
+    for name, buffer in target.hf.named_buffers():
+        buffer.copy_(buffers[name])
 
 
 def reshard(policy: Policy) -> None:

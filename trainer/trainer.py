@@ -13,10 +13,12 @@ batch: an extra pass before the first update.
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ from trainer.algo.mismatch import mismatch
 from trainer.algo.parts import Mean, masked_mean
 from trainer.attention import needs_padding
 from trainer.calibration import Calibrator, Piece
-from trainer.model import Policy, build_model, reshard
+from trainer.model import Policy, build_model, copy_weights, reshard
 from trainer.offload import HostStore, Part, held
 from trainer.pack import MicroBatch, demonstrations, empty_micro_batch, micro_batches, update_shares
 from trainer.settings import SftConfig, TrainerConfig, learning_rate
@@ -83,6 +85,7 @@ class Trainer:
         the ranks.
         """
         self.config, self.algo, self.device, self.model_dir = config, algo, device, model_dir
+        self.fp8, self.temperature = fp8 or Fp8Config(enabled=False), temperature
         self.max_response_tokens = max_response_tokens
         self.padded = needs_padding(device, DTYPES[config.dtype])
         self.total_updates = total_steps * config.updates_per_rollout
@@ -92,21 +95,20 @@ class Trainer:
         shape, names = (self.world,), ("shard",)
         if config.replicas > 1:
             shape, names = (config.replicas, self.world // config.replicas), ("replicate", "shard")
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-
-        def build(checkpointing: bool) -> Policy:
-            return build_model(
-                model_dir, mesh=mesh, dtype=DTYPES[config.dtype], temperature=temperature,
-                logits_mib=config.logits_mib, activation_checkpointing=checkpointing, fp8=fp8,
-            )  # fmt: skip
-
-        self.policy = build(config.activation_checkpointing)
-        self.reference = build(False).requires_grad_(False) if algo.kl.coef else None
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.policy = self._build(self.fp8, config.activation_checkpointing)
+        self.reference = self._build(self.fp8).requires_grad_(False) if algo.kl.coef else None
         self.optimizer = self.new_optimizer()
         self.updates = 0  # optimizer updates done by `step`; the schedule's clock
         self.calibrator = Calibrator(algo) if algo.calibration.period else None
         self.offloads = config.offload and device.type != "cpu"
         self.stores = {"params": HostStore(device), "optimizer": HostStore(device)}
+
+    def _build(self, fp8: Fp8Config, checkpointing: bool = False, like: Policy | None = None) -> Policy:
+        return build_model(
+            self.model_dir, mesh=self.mesh, dtype=DTYPES[self.config.dtype], temperature=self.temperature,
+            logits_mib=self.config.logits_mib, activation_checkpointing=checkpointing, fp8=fp8, like=like,
+        )  # fmt: skip
 
     def new_optimizer(self) -> torch.optim.AdamW:
         """AdamW as the config describes it, without any state."""
@@ -335,10 +337,7 @@ class Trainer:
         now is becomes the reference of the KL term."""
         self.optimizer, self.updates = self.new_optimizer(), 0
         if self.reference is not None:
-            reshard(self.reference)
-            for mine, theirs in zip(self.reference.parameters(), self.policy.parameters()):
-                assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
-                mine.to_local().copy_(theirs.to_local())
+            copy_weights(self.policy, self.reference)
 
     # ---------------------------------------------------------------- memory
 
@@ -362,13 +361,25 @@ class Trainer:
     # ---------------------------------------------------------------- what others read
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> NDArray[Any]:
-        """All ranks. Log-prob f32[T] of each sampled token under the current policy, at its own index; 0 elsewhere."""
+    def logprobs(self, batch: Batch, policy: Policy | None = None) -> NDArray[Any]:
+        """All ranks. Log-prob f32[T] of each sampled token under the current policy (or a twin of it), at its own
+        index; 0 elsewhere."""
+        policy = policy or self.policy
         result = np.zeros(batch.n_tokens, np.float32)
+        reshard(policy)  # what is gathered may be in another precision, here and for those who come after
         for micro in self._equal_counts(batch, [np.arange(batch.n_sequences)])[0]:
-            result[micro.source] = self.policy(micro.to(self.device))[0].cpu().numpy()
-        reshard(self.policy)
+            result[micro.source] = policy(micro.to(self.device))[0].cpu().numpy()
+        reshard(policy)
         return result
+
+    @contextmanager
+    def fp8_twin(self) -> Iterator[Policy]:
+        """All ranks. The policy, or, where it does not multiply in FP8 and the engine does, a copy that does, gone at
+        the end of the context. Raises ValueError for a model that cannot."""
+        if self.fp8.train != "off" or not self.fp8.enabled:
+            yield self.policy
+        else:
+            yield self._build(msgspec.structs.replace(self.fp8, train="auto"), like=self.policy)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All ranks, to the end. (checkpoint name, whole fp32 tensor on the device), one parameter at a time."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sync.fp8_tensor import Fp8Weight
-from sync.quantize import BLOCK
+from sync.quantize import BLOCK, Fp8Config
 from sync.shards import Piece
 from trainer.fp8 import Backend
+from trainer.fp8.reference import Reference
 
 EXPERTS = "fp8_products"
 
@@ -24,9 +26,10 @@ EXPERTS = "fp8_products"
 class Arithmetic:
     """How all FP8 layers of one model multiply at the moment."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, fp8: Fp8Config) -> None:
+        self.backend, self.fp8 = backend, fp8
         self.fp8_weights = self.fp8_activations = True
+        self.foreign: Reference | None = None  # with the other scale format, where that is to be seen
 
     @contextmanager
     def high_precision(self, weights: bool, activations: bool) -> Iterator[None]:
@@ -38,14 +41,30 @@ class Arithmetic:
         finally:
             self.fp8_weights, self.fp8_activations = before
 
+    @contextmanager
+    def other_scales(self) -> Iterator[None]:
+        """Forwards inside quantize weights and activations with the scale format that the config does not name: what
+        an engine of the other format makes of the same masters. No gradients."""
+        other = "pow2" if self.fp8.scales == "fp32" else "fp32"
+        self.foreign = Reference(msgspec.structs.replace(self.fp8, scales=other))
+        try:
+            yield
+        finally:
+            self.foreign = None
+
     def product(self, x_MK: Tensor, weight: Fp8Weight, bias_N: Tensor | None, ends: Tensor | None) -> Tensor:
         """x W^T + b in x's dtype, [M, N]; with `ends` i32[E] a 3-D weight, one matrix per run of rows."""
-        if self.fp8_weights and self.fp8_activations:
+        if self.fp8_weights and self.fp8_activations and self.foreign is None:
             return _Product.apply(x_MK, weight, bias_N, ends, self.backend)  # type: ignore[reportReturnType]
         assert not torch.is_grad_enabled(), "high_precision is for forwards: use torch.no_grad()"
         assert weight.stored is not None
-        w = weight.dequantized() if self.fp8_weights else weight.stored.master(x_MK.dtype)
-        x = self.backend.activations(x_MK) if self.fp8_activations else x_MK
+        x = (self.foreign or self.backend).activations(x_MK) if self.fp8_activations else x_MK
+        if not self.fp8_weights:
+            w = weight.stored.master(x_MK.dtype)
+        elif self.foreign is None:
+            w = weight.dequantized()
+        else:
+            w = self.foreign.weights(weight.stored.master(torch.float32))
         if x.dtype != w.dtype:
             x, w = x.float(), w.float()
         y = F.linear(x, w) if ends is None else F.grouped_mm(x, w.mT, offs=ends)
@@ -113,12 +132,14 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     return (y * w).sum(1).to(hidden.dtype)
 
 
-def swap(hf: PreTrainedModel, parameters: Mapping[str, tuple[Piece, ...]], backend: Backend) -> Arithmetic:
+def swap(
+    hf: PreTrainedModel, parameters: Mapping[str, tuple[Piece, ...]], backend: Backend, fp8: Fp8Config
+) -> Arithmetic:
     """Makes the modules of `parameters` (names in the model, and the checkpoint tensors in each) multiply in FP8.
 
     Before sharding. Raises ValueError naming a module that cannot.
     """
-    arithmetic, experts = Arithmetic(backend), False
+    arithmetic, experts = Arithmetic(backend, fp8), False
     for name, pieces in parameters.items():
         path, _, leaf = name.rpartition(".")
         module = cast(Any, hf.get_submodule(path))

@@ -23,6 +23,10 @@ class Reference:
     def activations(self, x_MK: Tensor) -> Tensor:
         return self._rounded(x_MK, torch.float8_e4m3fn)
 
+    def weights(self, w: Tensor) -> Tensor:
+        """f32 values of the codes of masters f32 [..., N, K]."""
+        return dequantize(*quantize(w, "block", self.fp8.scales, self.fp8.amax_floor))
+
     def gradients(self, dy_MN: Tensor) -> Tensor:
         return self._rounded(dy_MN, GRADIENTS[self.fp8.gradients])
 
