@@ -14,6 +14,14 @@ def platform() -> str | None:
 
 def install() -> None:
     """Entry point `sglang.srt.plugins`: run once in every SGLang process, before anything is built."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from engine import llama_scales
+
+    legacy = "sglang.srt.models.llama.LlamaForCausalLM._legacy_load_weights"
+    HookRegistry.register(legacy, llama_scales.load_weights, HookType.AROUND)
+    remap = "sglang.srt.model_loader.auto_loader.get_weight_remap"
+    HookRegistry.register(remap, llama_scales.weight_remap, HookType.AFTER)
     if platform() is not None:
         from engine import cpu_platform
 
